@@ -1,0 +1,153 @@
+"""Batches and losses as plain data: find the tensors in nested containers, cut them, put them back.
+
+A batch is a tensor, tuple, list, dict (any Mapping), dataclass, or a nest of them, whose leaves are tensors and plain
+values (None, bool, int, float, str). `flatten` takes it apart; `Structure.unflatten` puts it together again.
+(torch's pytree would do most of this, but it is private and knows neither dataclasses nor mappings it was not told of.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from epl.errors import RunError
+
+__all__ = ["Flat", "Structure", "batch_size_of", "call_model", "cut", "flatten", "take"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a nest: how to build it again from its tensors.
+
+    Args:
+        kind: ``tensor``, ``plain``, ``sequence``, ``mapping`` or ``dataclass``.
+        type: Class of the container, or of the plain value.
+        keys: Names of the children.
+        children: Structures of the children, in order.
+        value: The plain value itself.
+    """
+
+    kind: str
+    type: type
+    keys: tuple[str, ...] = ()
+    children: tuple[Structure, ...] = ()
+    value: Any = None
+
+    def unflatten(self, tensors: Iterable[Any]) -> Any:
+        """The nest with these tensors in the places where `flatten` found them."""
+        return self._build(iter(tensors))
+
+    def _build(self, tensors: Any) -> Any:
+        if self.kind == "tensor":
+            return next(tensors)
+        if self.kind == "plain":
+            return self.value
+        children = [child._build(tensors) for child in self.children]
+        if self.kind == "sequence":
+            return self.type(*children) if hasattr(self.type, "_fields") else self.type(children)
+        if self.kind == "dataclass":
+            return self.type(**dict(zip(self.keys, children, strict=True)))
+        return _mapping(self.type, dict(zip(self.keys, children, strict=True)))
+
+    def __str__(self) -> str:
+        if self.kind in ("tensor", "plain"):
+            return "tensor" if self.kind == "tensor" else repr(self.value)
+        names = self.keys if self.kind != "sequence" else ("",) * len(self.children)
+        inner = ", ".join(f"{key}{': ' if key else ''}{child}" for key, child in zip(names, self.children, strict=True))
+        return f"{self.type.__name__}({inner})"
+
+
+def _mapping(kind: type, items: dict[str, Any]) -> Any:
+    # output classes of models are dicts with the keys as fields
+    return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
+
+
+class Flat(NamedTuple):
+    """A nest taken apart: the tensors in order, the path of each, and the structure."""
+
+    tensors: tuple[torch.Tensor, ...]
+    paths: tuple[str, ...]
+    structure: Structure
+
+
+def flatten(nest: Any) -> Flat:
+    """Take a nest apart.
+
+    Raises:
+        RunError: a leaf is neither a tensor nor a plain value; the message gives its path.
+    """
+    tensors: list[torch.Tensor] = []
+    paths: list[str] = []
+    structure = _flatten(nest, "", tensors, paths)
+    return Flat(tuple(tensors), tuple(paths), structure)
+
+
+def _flatten(nest: Any, path: str, tensors: list[torch.Tensor], paths: list[str]) -> Structure:
+    if isinstance(nest, torch.Tensor):
+        tensors.append(nest)
+        paths.append(path)
+        return Structure("tensor", torch.Tensor)
+    if isinstance(nest, _PLAIN):
+        return Structure("plain", type(nest), value=nest)
+    kind, items = _children(nest, path)
+    dot = f"{path}." if path else ""
+    children = tuple(_flatten(child, f"{dot}{key}", tensors, paths) for key, child in items.items())
+    return Structure(kind, type(nest), tuple(items), children)
+
+
+def _children(nest: Any, path: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(nest, Mapping) or (hasattr(nest, "keys") and hasattr(nest, "__getitem__")):
+        return "mapping", {key: nest[key] for key in nest.keys()}  # noqa: SIM118 - a UserDict-like need not be iterable
+    if isinstance(nest, (list, tuple)):
+        return "sequence", {str(place): item for place, item in enumerate(nest)}
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return "dataclass", {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
+    raise RunError(
+        f"{path or 'the batch'} is a {type(nest).__name__}; a batch holds tensors, None, bool, int, float and str in "
+        "tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out of the batch."
+    )
+
+
+def call_model(model: Any, batch: Any) -> Any:
+    """``model(batch)``, ``model(*batch)`` or ``model(**batch)``, by the kind of the batch."""
+    if isinstance(batch, torch.Tensor) or dataclasses.is_dataclass(batch):
+        return model(batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(**{key: batch[key] for key in batch.keys()})  # noqa: SIM118 - a UserDict-like need not be iterable
+
+
+def batch_size_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one; 1 if none has."""
+    return next((tensor.shape[0] for tensor in tensors if tensor.ndim > 0), 1)
+
+
+def cut(size: int, num_parts: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each part; the first ``size % num_parts`` parts hold one more, and no part is empty.
+
+    >>> cut(7, 4)
+    ((0, 2), (2, 4), (4, 6), (6, 7))
+    >>> cut(2, 4)
+    ((0, 1), (1, 2))
+    """
+    num_parts = min(size, num_parts)
+    parts: list[tuple[int, int]] = []
+    start = 0
+    for place in range(num_parts):
+        stop = start + size // num_parts + (place < size % num_parts)
+        parts.append((start, stop))
+        start = stop
+    return tuple(parts)
+
+
+def take(tensors: Sequence[torch.Tensor], size: int, part: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Samples ``part[0]`` to ``part[1]`` of each tensor whose first dimension is ``size``; others whole."""
+    if part == (0, size):
+        return tuple(tensors)
+    return tuple(t[part[0] : part[1]] if t.ndim > 0 and t.shape[0] == size else t for t in tensors)

@@ -1,0 +1,1 @@
+"""Capture: the only home of private torch APIs. ``capture.capture`` turns a model and a batch into a graph."""

@@ -1,0 +1,374 @@
+"""An exported program as a graph of EPL's IR: the one place that reads torch's node metadata and operator schemas.
+
+Private torch API, with the reason for each (none has a public alternative in torch 2.13):
+
+- ``OpOverload._schema``: which arguments an operator writes to, and which its result may alias;
+- ``ExportedProgram.constants``: values of lifted tensors are public, their placeholders' order is in ``graph_signature``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+from torch.export.graph_signature import InputKind
+
+from epl.capture.export import Exported
+from epl.capture.marks import DEFAULT, FUNCTION_LIBRARY, SCOPE, SEGMENT
+from epl.capture.refusals import user_line_of_stack
+from epl.capture.tags import Tagger
+from epl.errors import CaptureError
+from epl.ir.graph import Argument, Buffer, Constant, Graph, Input, Op, Output, Parameter, Ref, map_refs
+from epl.ir.types import ListType, ScalarType, TensorType, Type
+
+__all__ = ["Converted", "convert"]
+
+# operators whose schema does not say that they change a running statistic: positions of the arguments, and the
+# position of the flag that turns it on
+_HIDDEN_WRITES = {"aten.batch_norm.default": ((3, 4), 5), "aten.instance_norm.default": ((3, 4), 5)}
+# operators that return their argument itself in some modes, unknown to the schema
+_HIDDEN_VIEWS = ("aten.dropout.", "aten.alpha_dropout.", "aten.feature_dropout.", "aten.lift_fresh.")
+_PYTHON_OPERATORS = (operator, torch)
+_RANDOM_TAG = torch.Tag.nondeterministic_seeded
+# composite random operators: (name, position and keyword of the probability, position of the training flag or None)
+_DROPOUT = {
+    "aten.dropout": (1, 2),
+    "aten.feature_dropout": (1, 2),
+    "aten.alpha_dropout": (1, 2),
+    "aten.feature_alpha_dropout": (1, 2),
+    "aten.dropout_": (1, 2),
+    "aten.rrelu": (None, 3),
+}
+_SKIPPED = ("aten._assert_tensor_metadata.", "aten.sym_constrain_range", "aten._assert_async.")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A graph, and what it names but cannot hold: callables and constant tensors."""
+
+    graph: Graph
+    functions: dict[str, Callable[..., Any]]
+    constants: dict[str, torch.Tensor]
+
+
+@dataclass
+class _Building:
+    """The graph under construction."""
+
+    tagger: Tagger
+    ops: list[Op] = field(default_factory=list)
+    names: dict[fx.Node, Argument] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    marked: list[Callable[..., Any]] = field(default_factory=list)
+    num_draws: int = 0
+
+    def unique(self, name: str) -> str:
+        candidate, count = name, 1
+        while candidate in self.taken:
+            candidate, count = f"{name}_{count}", count + 1
+        self.taken.add(candidate)
+        return candidate
+
+
+def convert(exported: Exported, model: nn.Module, paths: tuple[str, ...]) -> Converted:
+    """The graph of an exported step.
+
+    Args:
+        exported: What export gave.
+        model: The model, for the names of its tensors and the tags of its modules.
+        paths: Path of each tensor in the batch.
+    """
+    program = exported.program
+    tagger = Tagger(model, exported.marks.strategies)
+    building = _Building(tagger, marked=exported.marks.functions)
+    leaves = _leaves(program, model, paths, building)
+    constants = leaves.pop("constant_values")
+    _convert_ops(program.graph, building, _Region())
+    outputs = _outputs(exported, building)
+    graph = Graph(**leaves, ops=tuple(building.ops), outputs=outputs, strategies=tuple(tagger.specs()))
+    return Converted(graph, building.functions, constants)
+
+
+def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _Building) -> dict[str, Any]:
+    """The graph's leaves; a tensor that the model holds under several names is one leaf."""
+    owned = _owned_tensors(model)
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    found: dict[str, Any] = {"inputs": [], "parameters": [], "buffers": [], "constants": [], "constant_values": {}}
+    by_tensor: dict[int, str] = {}
+    user_paths = iter(paths)
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        spec, kind = specs[node.name], _type_of(node.meta["val"])
+        if spec.kind is InputKind.USER_INPUT:
+            name = building.unique(_identifier(f"in_{node.name}"))
+            found["inputs"].append(Input(name, _tensor(kind, node), next(user_paths)))
+        else:
+            tensor = _held_tensor(program, model, spec)
+            if id(tensor) in by_tensor:
+                building.names[node] = Ref(by_tensor[id(tensor)])
+                continue
+            name = building.unique(_identifier(node.name))
+            by_tensor[id(tensor)] = name
+            _add_held(found, name, _tensor(kind, node), tensor, owned)
+            if isinstance(tensor, nn.Parameter):
+                building.tagger.note_parameter(name, tensor)
+        building.names[node] = Ref(name)
+    return {key: value if key == "constant_values" else tuple(value) for key, value in found.items()}
+
+
+def _add_held(found: dict[str, Any], name: str, kind: TensorType, tensor: torch.Tensor, owned: dict[int, Any]) -> None:
+    paths, persistent = owned.get(id(tensor), ((), False))
+    if isinstance(tensor, nn.Parameter) and paths:
+        found["parameters"].append(Parameter(name, kind, paths[0], tensor.requires_grad, paths[1:]))
+    elif paths:
+        found["buffers"].append(Buffer(name, kind, paths[0], persistent))
+    else:
+        found["constants"].append(Constant(name, kind))
+        found["constant_values"][name] = tensor
+
+
+def _owned_tensors(model: nn.Module) -> dict[int, tuple[tuple[str, ...], bool]]:
+    """id of each parameter and buffer -> (its paths, first one first; whether it is in the state dict)."""
+    persistent = set(model.state_dict(keep_vars=True))
+    found: dict[int, tuple[tuple[str, ...], bool]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for path, tensor in named:
+        paths, kept = found.get(id(tensor), ((), False))
+        found[id(tensor)] = ((*paths, path), kept or path in persistent)
+    return found
+
+
+def _held_tensor(program: Any, model: nn.Module, spec: Any) -> torch.Tensor:
+    path = str(spec.target).removeprefix("model.")
+    holder, _, attribute = path.rpartition(".")
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        tensor = getattr(model.get_submodule(holder), attribute)
+        if isinstance(tensor, torch.Tensor):
+            return tensor
+    if spec.kind is InputKind.CONSTANT_TENSOR:
+        return program.constants[spec.target]
+    raise CaptureError(f"the model uses {spec.target}, a {spec.kind.name}, which a graph cannot hold yet")
+
+
+def _tensor(kind: Type, node: fx.Node) -> TensorType:
+    if not isinstance(kind, TensorType):
+        raise CaptureError(f"{node.name} is {kind}; a tensor is needed")
+    return kind
+
+
+def _identifier(name: str) -> str:
+    return "".join(char if char.isalnum() or char == "_" else "_" for char in name)
+
+
+def _type_of(value: Any) -> Type:
+    if isinstance(value, torch.Tensor):
+        return TensorType(value.dtype, tuple(size if isinstance(size, int) else None for size in value.shape))
+    if isinstance(value, (list, tuple)):
+        return ListType(tuple(_type_of(item) for item in value))
+    for kind, classes in (
+        ("bool", (bool, torch.SymBool)),
+        ("int", (int, torch.SymInt)),
+        ("float", (float, torch.SymFloat)),
+    ):
+        if isinstance(value, classes):
+            return ScalarType(kind)
+    return ScalarType("none")
+
+
+# -- operators ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What holds for the operators of a nested graph."""
+
+    grad: bool = True
+    autocast: str = ""
+
+
+def _convert_ops(graph: fx.Graph, building: _Building, region: _Region) -> Any:
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _convert_node(node, building, region)
+        elif node.op == "output":
+            return node.args[0]
+    return None
+
+
+def _convert_node(node: fx.Node, building: _Building, region: _Region) -> None:
+    target = str(getattr(node.target, "__name__", node.target))
+    if target in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+        _inline(node, building, region, target)
+        return
+    text = _target_text(node)
+    if text.startswith(_SKIPPED):
+        return
+    if text == "python.getitem" and isinstance(building.names.get(_first(node)), tuple):
+        building.names[node] = building.names[_first(node)][node.args[1]]  # type: ignore[index]
+        return
+    args = tuple(_argument(arg, building) for arg in node.args)
+    kwargs = tuple((key, _argument(value, building)) for key, value in node.kwargs.items())
+    op = Op(building.unique(_identifier(node.name)), _type_of(node.meta.get("val")), text, args, kwargs)
+    op = _with_place(op, node, building, region)
+    op = _with_effects(op, node, building)
+    building.ops.append(op)
+    building.names[node] = Ref(op.name)
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def _inline(node: fx.Node, building: _Building, region: _Region, kind: str) -> None:
+    """Put the operators of a nested graph in place of the call."""
+    if kind == "wrap_with_set_grad_enabled":
+        grad, body, *args = node.args
+        inner = replace(region, grad=bool(grad))
+    else:
+        device, dtype, enabled, _, body, *args = node.args
+        inner = replace(region, autocast=f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else "")
+    module = getattr(node.graph.owning_module, str(body.target))  # type: ignore[union-attr]
+    placeholders = [inner_node for inner_node in module.graph.nodes if inner_node.op == "placeholder"]
+    for placeholder, arg in zip(placeholders, args, strict=True):
+        building.names[placeholder] = _argument(arg, building)
+    results = _convert_ops(module.graph, building, inner)
+    building.names[node] = _argument(results, building)
+
+
+def _target_text(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):  # the class of every ATen operator; there is no public name for it
+        text = str(target)
+        if text.startswith(FUNCTION_LIBRARY):
+            return f"function.{text.split('.')[1]}"
+        return text
+    name = getattr(target, "__name__", str(target))
+    if any(getattr(module, name, None) is target for module in _PYTHON_OPERATORS) or name.startswith("sym_"):
+        return f"python.{name}"
+    raise CaptureError(
+        f"the graph has a {name} operator, which EPL cannot run yet\n  at {user_line_of_stack(_stack(node))}"
+    )
+
+
+def _argument(arg: Any, building: _Building) -> Argument:
+    if isinstance(arg, fx.Node):
+        return building.names[arg]
+    if isinstance(arg, (list, tuple)):
+        return tuple(_argument(item, building) for item in arg)
+    if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise CaptureError(f"the graph depends on a size that is known only at run time: {arg}")
+    return arg
+
+
+def _with_place(op: Op, node: fx.Node, building: _Building, region: _Region) -> Op:
+    custom = node.meta.get("custom") or {}
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    modules = [path.split("@")[0].removeprefix("model").removeprefix(".") for path in stack]
+    segment = custom.get(SEGMENT)
+    return replace(
+        op,
+        module=modules[-1] if modules else "",
+        source=user_line_of_stack(_stack(node)),
+        tag=building.tagger.tag(op, modules, custom.get(SCOPE), custom.get(DEFAULT)),
+        segment=None if segment is None else int(segment),
+        grad=region.grad,
+        autocast=region.autocast,
+    )
+
+
+def _stack(node: fx.Node) -> str:
+    return node.meta.get("stack_trace") or ""
+
+
+def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:
+    if op.target.startswith("function."):
+        number = int(op.target.removeprefix("function.call_"))
+        building.functions[op.target] = _list_call(building.marked[number])
+        op = replace(op, args=(op.args[0],))
+    draws = _num_draws(op, node)
+    if draws:
+        op = replace(op, random=building.num_draws)
+        building.num_draws += draws
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return op
+    return replace(op, writes=_writes(op, node.target), views=_views(op, node.target))
+
+
+def _list_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensors: call(*tensors)
+
+
+def _writes(op: Op, target: Any) -> tuple[str, ...]:
+    written = [
+        _at(op, place, arg.name)
+        for place, arg in enumerate(target._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+    if op.target in _HIDDEN_WRITES:
+        places, flag = _HIDDEN_WRITES[op.target]
+        written += [_at(op, place, "") for place in places] if _at(op, flag, "training") else []
+    return tuple(dict.fromkeys(name for arg in written for name in _ref_names(arg)))
+
+
+def _views(op: Op, target: Any) -> tuple[str, ...]:
+    aliases = any(result.alias_info is not None for result in target._schema.returns)
+    if not aliases and not op.target.startswith(_HIDDEN_VIEWS):
+        return ()
+    viewed = [
+        _at(op, place, arg.name)
+        for place, arg in enumerate(target._schema.arguments)
+        if arg.alias_info is not None or op.target.startswith(_HIDDEN_VIEWS)
+    ]
+    return tuple(dict.fromkeys(name for arg in viewed for name in _ref_names(arg)))
+
+
+def _at(op: Op, place: int, keyword: str) -> Argument:
+    return op.args[place] if place < len(op.args) else dict(op.kwargs).get(keyword)
+
+
+def _ref_names(argument: Argument) -> list[str]:
+    names: list[str] = []
+    map_refs(argument, lambda name: names.append(name) or Ref(name))
+    return names
+
+
+def _num_draws(op: Op, node: fx.Node) -> int:
+    """Random numbers are drawn this many times in one run of the operator."""
+    name = op.target.rsplit(".", 1)[0]
+    if name in _DROPOUT:
+        rate, training = _DROPOUT[name]
+        drawing = bool(_at(op, training, "train")) and (rate is None or bool(_at(op, rate, "p")))
+        return int(drawing)
+    if name == "aten.scaled_dot_product_attention":
+        return int(bool(_at(op, 4, "dropout_p")))
+    if name in ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"):
+        layers, rate, training = _recurrent(op)
+        return layers - 1 if training and rate else 0
+    if name.startswith("function."):
+        return 1
+    tags = getattr(node.target, "tags", ())
+    return int(_RANDOM_TAG in tags)
+
+
+def _recurrent(op: Op) -> tuple[int, float, bool]:
+    """(num_layers, dropout, train), which follow ``has_biases`` in every form of the recurrent operators."""
+    flags = next(place for place, arg in enumerate(op.args) if isinstance(arg, bool))
+    layers, rate, training = op.args[flags + 1 : flags + 4]
+    return int(layers), float(rate), bool(training)  # type: ignore[arg-type]
+
+
+def _outputs(exported: Exported, building: _Building) -> tuple[Output, ...]:
+    results = next(node for node in exported.program.graph.nodes if node.op == "output").args[0]
+    return tuple(
+        Output(part.role, part.value if part.place is None else _argument(results[part.place], building))
+        for part in exported.parts
+    )

@@ -1,0 +1,64 @@
+"""Which strategy each operator gets: call scope > construction scope > parameter tag > default strategy > none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn as nn
+
+from epl.ir.graph import Op, StrategySpec
+from epl.scopes import Strategy, Tag, tag_of
+
+__all__ = ["Tagger"]
+
+
+class Tagger:
+    """Numbers the strategies of one capture in order of first use, and finds the one of each operator."""
+
+    def __init__(self, model: nn.Module, called: list[Strategy]) -> None:
+        self._model = model
+        self._called = called
+        self._order: list[Strategy] = []
+        self._parameter_tags: dict[str, Tag] = {}
+        self._module_tags: dict[str, Tag | None] = {path: tag_of(module) for path, module in model.named_modules()}
+
+    def note_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Remember the tag of a parameter that stands in the graph as ``name``."""
+        tag = tag_of(parameter)
+        if tag is not None:
+            self._parameter_tags[name] = tag
+
+    def tag(self, op: Op, modules: list[str], scope: str | None, default: str | None) -> int | None:
+        """Index of the operator's strategy; None if no annotation reaches it."""
+        strategy = self._find(op, modules, scope, default)
+        if strategy is None:
+            return None
+        if strategy not in self._order:
+            self._order.append(strategy)
+        return self._order.index(strategy)
+
+    def _find(self, op: Op, modules: list[str], scope: str | None, default: str | None) -> Strategy | None:
+        if scope is not None:
+            return self._called[int(scope)]
+        around = list(self._tags_around(modules))
+        constructed = next((tag.strategy for tag in around if not tag.is_default), None)
+        if constructed is not None:
+            return constructed
+        owned = next((self._parameter_tags[name] for name in op.reads if name in self._parameter_tags), None)
+        if owned is not None:
+            return owned.strategy
+        if default is not None:
+            return self._called[int(default)]
+        return next((tag.strategy for tag in around), None)
+
+    def _tags_around(self, modules: list[str]) -> Iterator[Tag]:
+        """Tags of the modules that the call is in, innermost first."""
+        for path in reversed(modules):
+            tag = self._module_tags.get(path)
+            if tag is not None:
+                yield tag
+
+    def specs(self) -> Iterator[StrategySpec]:
+        """The strategies that were used, as data, in order."""
+        for strategy in self._order:
+            yield StrategySpec(strategy.kind, strategy.device_count, strategy.name, strategy.where)

@@ -1,0 +1,290 @@
+"""The graph of one training step's loss: values, operators, TaskGraphs and the edges between them.
+
+Every class is a frozen value; a pass makes a new graph. An operator is one ATen call (``aten.linear.default``), as
+``torch.export`` gives them: no backward operators, since autograd runs through the forward ones. Operators stand in
+one list, in an order in which they can run; ``Op.task`` says to which TaskGraph each belongs, and `Graph.taskgraphs`
+and `Graph.edges` are views of that list, so the two cannot disagree.
+
+The design follows EPL's IR (operator -> TaskGraph), in the single-assignment form of torch.fx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from epl.ir.types import ListType, TensorType, Type
+
+__all__ = [
+    "Argument",
+    "Buffer",
+    "Constant",
+    "Edge",
+    "Graph",
+    "Input",
+    "Op",
+    "Output",
+    "Parameter",
+    "Ref",
+    "StrategySpec",
+    "TaskGraph",
+    "map_refs",
+    "refs_in",
+]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The use of a value inside an operator's arguments."""
+
+    name: str
+
+
+Argument = (
+    Ref
+    | None
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | tuple["Argument", ...]
+)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the batch; ``path`` says where it is in the batch (``input_ids``, ``0.mask``)."""
+
+    name: str
+    type: TensorType
+    path: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter under its first name in the model; tied parameters list the other names."""
+
+    name: str
+    type: TensorType
+    path: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of the model (running statistics of batch norm, for instance)."""
+
+    name: str
+    type: TensorType
+    path: str
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that the model's code makes from Python numbers, or keeps outside parameters and buffers."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator call.
+
+    Args:
+        name: Name of its result.
+        type: Type of its result.
+        target: ``aten.linear.default``; ``python.getitem`` and the like for Python's own operators;
+            ``function.call_N`` for a callable that the capture keeps beside the graph.
+        args: Positional arguments; lists are tuples.
+        kwargs: Keyword arguments.
+        task: Index of its TaskGraph; None until the graph is cut into TaskGraphs.
+        tag: Index of the strategy that the user's scopes give it, if any.
+        module: Path of the innermost module whose forward makes the call.
+        source: ``file.py:12``, the user's line.
+        writes: Values that it changes in place.
+        views: Values whose storage its result may share.
+        random: Number of its first random draw in the step; None if it draws none.
+        segment: Number of the recompute segment that it is in, if any.
+        grad: False inside ``torch.no_grad``.
+        autocast: ``cpu:bfloat16`` inside ``torch.autocast``, else empty.
+    """
+
+    name: str
+    type: Type
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    task: int | None = None
+    tag: int | None = None
+    module: str = ""
+    source: str = ""
+    writes: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
+    random: int | None = None
+    segment: int | None = None
+    grad: bool = True
+    autocast: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values that it takes, in order, each once."""
+        return tuple(dict.fromkeys([*refs_in(self.args), *refs_in(tuple(value for _, value in self.kwargs))]))
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """A strategy of the user's, as data: ``replicate`` or ``split``, how many devices, and where it was made."""
+
+    kind: str
+    device_count: int
+    name: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of the step: ``role`` is ``loss``, ``total``, ``count``, ``aux.NAME`` or ``out.PATH``."""
+
+    role: str
+    value: Argument
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """The operators of one strategy, and what they take and give."""
+
+    index: int
+    strategy: StrategySpec
+    ops: tuple[Op, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that one TaskGraph makes and another one uses."""
+
+    name: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model: what it takes, its operators, and what it gives."""
+
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    constants: tuple[Constant, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Output, ...]
+    strategies: tuple[StrategySpec, ...] = ()
+    tasks: tuple[StrategySpec, ...] = field(default=())
+
+    @cached_property
+    def leaves(self) -> dict[str, Input | Parameter | Buffer | Constant]:
+        """Everything that is there before the first operator, by name."""
+        return {leaf.name: leaf for leaf in (*self.inputs, *self.parameters, *self.buffers, *self.constants)}
+
+    @cached_property
+    def op_by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    def type_of(self, name: str) -> Type:
+        """Type of a leaf or of an operator's result."""
+        leaf = self.leaves.get(name)
+        return leaf.type if leaf is not None else self.op_by_name[name].type
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[Op, ...]]:
+        """The operators that take each value, in order."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops:
+            for name in op.reads:
+                found.setdefault(name, []).append(op)
+        return {name: tuple(ops) for name, ops in found.items()}
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        return tuple(name for output in self.outputs for name in refs_in(output.value))
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Each value that crosses from one TaskGraph to another, by source, then target, then order of making."""
+        found: dict[tuple[int, int, str], None] = {}
+        for op in self.ops:
+            for name in op.reads:
+                maker = self.op_by_name.get(name)
+                if maker is not None and maker.task is not None and op.task is not None and maker.task != op.task:
+                    found[(maker.task, op.task, name)] = None
+        order = {op.name: place for place, op in enumerate(self.ops)}
+        ranked = sorted(found, key=lambda edge: (edge[0], edge[1], order[edge[2]]))
+        return tuple(Edge(name, source, target) for source, target, name in ranked)
+
+    @cached_property
+    def taskgraphs(self) -> tuple[TaskGraph, ...]:
+        return tuple(self._taskgraph(index, spec) for index, spec in enumerate(self.tasks))
+
+    def _taskgraph(self, index: int, spec: StrategySpec) -> TaskGraph:
+        ops = tuple(op for op in self.ops if op.task == index)
+        made = {op.name for op in ops}
+        takes = dict.fromkeys(name for op in ops for name in op.reads if name not in made)
+        leaving = {edge.name for edge in self.edges if edge.source == index} | set(self.output_names)
+        return TaskGraph(index, spec, ops, tuple(takes), tuple(op.name for op in ops if op.name in leaving))
+
+    @cached_property
+    def needs_grad(self) -> frozenset[str]:
+        """Values through which a gradient may flow back to a trainable parameter.
+
+        Conservative: an operator's differentiable result needs a gradient if one of its arguments does.
+        """
+        needing = {parameter.name for parameter in self.parameters if parameter.trainable}
+        for op in self.ops:
+            flows = op.grad and not op.target.startswith(("aten.detach.", "aten.alias_copy."))
+            if flows and _differentiable(op.type) and not needing.isdisjoint(op.reads):
+                needing.add(op.name)
+                # what an operator writes to carries the gradient of what was written
+                needing.update(op.writes)
+        return frozenset(needing)
+
+    def parameters_of(self, task: int) -> tuple[Parameter, ...]:
+        """The parameters that a TaskGraph's operators use, in order of first use."""
+        by_name = {parameter.name: parameter for parameter in self.parameters}
+        taken = (name for op in self.ops if op.task == task for name in op.reads)
+        return tuple(by_name[name] for name in dict.fromkeys(taken) if name in by_name)
+
+
+def _differentiable(kind: Type) -> bool:
+    if isinstance(kind, ListType):
+        return any(_differentiable(item) for item in kind.items)
+    return isinstance(kind, TensorType) and kind.is_differentiable
+
+
+def refs_in(argument: Argument) -> Iterator[str]:
+    """Names of the values in an argument, nested tuples included."""
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from refs_in(item)
+
+
+def map_refs(argument: Argument, change: Callable[[str], Argument]) -> Argument:
+    """The argument with each use of a value replaced by ``change(name)``."""
+    if isinstance(argument, Ref):
+        return change(argument.name)
+    if isinstance(argument, tuple):
+        return tuple(map_refs(item, change) for item in argument)
+    return argument

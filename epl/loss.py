@@ -1,0 +1,97 @@
+"""What a step computes, as named parts: the loss (or a sum and a count), and what goes with it.
+
+The same functions run under capture, in the opaque fallback and in the plain reference of ``verify``, so all three read
+a model's result in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epl.batch import Structure, call_model, flatten
+from epl.errors import CaptureError
+
+__all__ = ["LossFunction", "Parts", "Step", "SumLoss", "loss_step", "output_step"]
+
+LossFunction = Callable[[Any, Any], Any]
+Parts = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class SumLoss:
+    """A loss given as a sum and a count: its gradient is that of sum(total) / sum(count) over the global batch.
+
+    This is exact however unequal the parts are: tokens of micro-batches, samples of replicas.
+
+    Args:
+        total: Sum of the losses, a tensor of one element that carries the gradient.
+        count: What to divide by in the end, a tensor of one element or a number.
+
+    Example:
+        >>> loss = SumLoss(torch.tensor(6.0), torch.tensor(3))
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
+@dataclass
+class Step:
+    """A function of (model, batch) that gives named parts; ``structure`` is filled for outputs when it has run."""
+
+    run: Callable[[Any, Any], Parts]
+    structure: Structure | None = None
+
+
+def loss_step(loss_fn: LossFunction | None) -> Step:
+    """A step that computes the loss: ``loss_fn(model, batch)``, or the model's own."""
+
+    def run(model: Any, batch: Any) -> Parts:
+        result = call_model(model, batch) if loss_fn is None else loss_fn(model, batch)
+        return _loss_parts(result, "the model" if loss_fn is None else "loss_fn")
+
+    return Step(run)
+
+
+def output_step() -> Step:
+    """A step that gives the model's whole output, leaf by leaf, under ``out.PATH``."""
+    step = Step(lambda model, batch: [])
+
+    def run(model: Any, batch: Any) -> Parts:
+        flat = flatten(call_model(model, batch))
+        step.structure = flat.structure
+        return [(f"out.{path}", tensor) for path, tensor in zip(flat.paths, flat.tensors, strict=True)]
+
+    step.run = run
+    return step
+
+
+def _loss_parts(result: Any, source: str) -> Parts:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        loss, aux = result
+        return [*_loss_parts(loss, source), *((f"aux.{key}", value) for key, value in aux.items())]
+    if isinstance(result, SumLoss):
+        return [("total", _scalar(result.total, "SumLoss.total")), ("count", result.count)]
+    if isinstance(result, torch.Tensor):
+        return [("loss", _scalar(result, source))]
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"{source} returned a {type(result).__name__} without a loss. Return a tensor of one element, an object with "
+            "a .loss, epl.SumLoss(total, count), or (loss, dict of tensors); or pass "
+            "loss_fn=lambda model, batch: ... to epl.parallelize."
+        )
+    return [("loss", _scalar(loss, f"{source}'s .loss"))]
+
+
+def _scalar(loss: torch.Tensor, source: str) -> torch.Tensor:
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"{source} is a tensor of shape {tuple(loss.shape)}; a loss is one number. Take its mean, or return "
+            "epl.SumLoss(loss.sum(), loss.numel())."
+        )
+    return loss.reshape(()) if loss.ndim else loss

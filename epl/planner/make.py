@@ -1,0 +1,159 @@
+"""Make a plan from a graph with TaskGraphs, a cluster and a config: the user's annotations carried out as written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epl.cluster import Cluster, VirtualDevice
+from epl.config import Config
+from epl.errors import StrategyError
+from epl.ir.graph import Buffer, Graph, Parameter
+from epl.ir.types import ListType, ScalarType, TensorType, Type
+from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan
+from epl.schedule import dry_run, generate
+
+__all__ = ["make_plan", "shares_devices", "stage_of_tasks"]
+
+
+def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool = False) -> Plan:
+    """The plan for a graph on a cluster.
+
+    Args:
+        graph: A graph whose operators are all in TaskGraphs.
+        cluster: The devices.
+        config: Micro-batches, schedule, and how gradients are reduced.
+        is_opaque: True if the model runs without a graph.
+
+    Raises:
+        ClusterError: the devices do not divide by the TaskGraphs' device counts; gives the numbers.
+        PlanError: the plan would need what is not yet available.
+    """
+    stages = _stages(graph, cluster, config)
+    stage_of = stage_of_tasks(stages)
+    num_micro_batches = config.pipeline.num_micro_batch
+    schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)
+    edges = _edges(graph, stage_of)
+    outcome = dry_run(schedule, dependencies={(edge.source, edge.target) for edge in edges} or None)
+    return Plan(
+        world_size=cluster.world_size,
+        num_replicas=len(stages[0].ranks),
+        stages=stages,
+        parameters=_parameters(graph, stage_of),
+        edges=edges,
+        num_micro_batches=num_micro_batches,
+        schedule=config.pipeline.strategy,
+        reduce_method=config.communication.gradients_reduce_method,
+        max_buckets=config.communication.max_splits,
+        num_communicators=config.communication.num_communicators,
+        sparse_as_dense=config.communication.sparse_as_dense,
+        peak_in_flight=tuple(outcome.peak_in_flight),
+        bubble=outcome.bubble,
+        is_opaque=is_opaque,
+        notes=_notes(graph, len(stages), is_opaque),
+    )
+
+
+def stage_of_tasks(stages: tuple[StagePlan, ...]) -> dict[int, int]:
+    """Stage of each TaskGraph."""
+    return {task: stage.index for stage in stages for task in stage.taskgraphs}
+
+
+def shares_devices(cluster: Cluster, config: Config) -> bool:
+    """True if all TaskGraphs are on the same devices: as configured, or because there is only one."""
+    return config.cluster.colocate_split_and_replicate or cluster.world_size == 1
+
+
+def _stages(graph: Graph, cluster: Cluster, config: Config) -> tuple[StagePlan, ...]:
+    tasks = tuple(range(len(graph.tasks)))
+    if cluster.world_size == 1:
+        return (_stage(graph, 0, tasks, ((0,),)),)
+    colocate = shares_devices(cluster, config)
+    devices = cluster.virtual_devices(
+        [spec.device_count for spec in graph.tasks],
+        prefer_intra_node=config.cluster.device_place_prefer_intra_node,
+        colocate=colocate,
+    )
+    groups = [tasks] if colocate else [(task,) for task in tasks]
+    return tuple(_stage(graph, index, group, _ranks(devices[group[0]])) for index, group in enumerate(groups))
+
+
+def _ranks(device: VirtualDevice) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(place.rank for place in replica) for replica in device.replicas)
+
+
+def _stage(graph: Graph, index: int, tasks: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]) -> StagePlan:
+    specs = [graph.tasks[task] for task in tasks]
+    kinds = sorted({spec.kind for spec in specs})
+    if len(kinds) > 1 and len(ranks[0]) > 1:
+        raise StrategyError("replicate and split on the same devices are not yet available together")
+    return StagePlan(index, "+".join(spec.name for spec in specs), kinds[0], tasks, ranks)
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    value: str
+    source: int
+    target: int
+
+
+def _edges(graph: Graph, stage_of: dict[int, int]) -> tuple[EdgePlan, ...]:
+    crossings = dict.fromkeys(
+        _Crossing(edge.name, stage_of[edge.source], stage_of[edge.target])
+        for edge in graph.edges
+        if stage_of[edge.source] != stage_of[edge.target]
+    )
+    return tuple(
+        EdgePlan(
+            crossing.value,
+            crossing.source,
+            crossing.target,
+            str(graph.type_of(crossing.value)),
+            _size_bytes(graph.type_of(crossing.value)),
+            crossing.value in graph.needs_grad,
+        )
+        for crossing in crossings
+    )
+
+
+def _size_bytes(kind: Type) -> int:
+    if isinstance(kind, TensorType):
+        return kind.size_bytes
+    return (
+        8 if isinstance(kind, ScalarType) else sum(map(_size_bytes, kind.items if isinstance(kind, ListType) else ()))
+    )
+
+
+def _parameters(graph: Graph, stage_of: dict[int, int]) -> tuple[ParameterPlan, ...]:
+    users: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for name in op.reads:
+            users.setdefault(name, set()).add(stage_of[op.task or 0])
+    return tuple(
+        _parameter(leaf, tuple(sorted(users.get(leaf.name, ())))) for leaf in (*graph.parameters, *graph.buffers)
+    )
+
+
+def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...]) -> ParameterPlan:
+    is_parameter = isinstance(leaf, Parameter)
+    return ParameterPlan(
+        path=leaf.path,
+        aliases=leaf.aliases if isinstance(leaf, Parameter) else (),
+        shape=tuple(size or 0 for size in leaf.type.shape),
+        dtype=str(leaf.type.dtype).removeprefix("torch."),
+        kind="parameter" if is_parameter else "buffer",
+        trainable=isinstance(leaf, Parameter) and leaf.trainable,
+        stages=stages,
+    )
+
+
+def _notes(graph: Graph, num_stages: int, is_opaque: bool) -> tuple[str, ...]:
+    notes: list[str] = []
+    if is_opaque:
+        notes.append("the model runs as it is, without a graph: data parallelism only")
+    unused = [leaf.path for leaf in graph.parameters if leaf.trainable and not graph.readers.get(leaf.name)]
+    if unused and not is_opaque:
+        notes.append(f"{len(unused)} parameters take no part in the loss and get no gradient: {', '.join(unused[:3])}")
+    empty = [spec.name for index, spec in enumerate(graph.tasks) if not graph.taskgraphs[index].ops]
+    if empty:
+        notes.append(f"TaskGraphs without operators: {', '.join(empty)}")
+    return tuple(notes)

@@ -1,0 +1,79 @@
+"""A plan as the table that rank 0 prints before the first step."""
+
+from __future__ import annotations
+
+from epl.planner.plan import EdgePlan, Plan, StagePlan
+
+__all__ = ["plan_table", "size_text"]
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan as text: a head line, one line a stage, what crosses between them, and notes."""
+    rows = [("stage", "kind", "ranks, by replica", "parameters", "weights", "in flight", "receives per micro-batch")]
+    rows += [_row(plan, stage) for stage in plan.stages]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [_head(plan)]
+    lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"  {line}" for line in (*_tied(plan), *plan.notes)]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> str:
+    micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
+    parts = [f"{plan.num_replicas} replica{'s' if plan.num_replicas > 1 else ''} of {plan.num_stages} stages"]
+    parts += [micro, f"schedule {plan.schedule}"]
+    if plan.num_stages > 1:
+        parts.append(f"bubble {plan.bubble:.0%}")
+    return f"EPL plan for {plan.world_size} ranks: " + ", ".join(parts)
+
+
+def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
+    held = [entry for entry in plan.parameters if stage.index in entry.stages and entry.kind == "parameter"]
+    count = sum(_count(entry.shape) for entry in held)
+    size = sum(_count(entry.shape) * _itemsize(entry.dtype) for entry in held)
+    ranks = " ".join("{" + ",".join(map(str, replica)) + "}" for replica in stage.ranks)
+    in_flight = plan.peak_in_flight[stage.index] if plan.peak_in_flight else 0
+    kind = f"{stage.kind}({stage.device_count})"
+    return (f"{stage.index} {stage.name}", kind, ranks, f"{count:,}", size_text(size), str(in_flight), _receives(plan, stage))
+
+
+def _receives(plan: Plan, stage: StagePlan) -> str:
+    edges = [edge for edge in plan.edges if edge.target == stage.index]
+    sources = sorted({edge.source for edge in edges})
+    return "; ".join(f"from {source}: {_listed([e for e in edges if e.source == source])}" for source in sources) or "-"
+
+
+def _listed(edges: list[EdgePlan]) -> str:
+    shown = ", ".join(f"{edge.value} {edge.type}" for edge in edges[:2])
+    more = f" and {len(edges) - 2} more" if len(edges) > 2 else ""
+    return f"{shown}{more} = {size_text(sum(edge.size_bytes for edge in edges))}"
+
+
+def _tied(plan: Plan) -> list[str]:
+    return [
+        f"tied over stages {list(entry.stages)}, gradients summed: {entry.path}"
+        for entry in plan.parameters
+        if len(entry.stages) > 1 and entry.trainable
+    ]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _itemsize(dtype: str) -> int:
+    bits = "".join(char for char in dtype if char.isdigit())
+    return max(1, int(bits) // 8) if bits else 1
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes in a unit that a person reads: ``1.5 MiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

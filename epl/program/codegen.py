@@ -1,0 +1,202 @@
+"""A stage of a graph as a plain Python function: no interpreter and no dispatch layer in the hot path.
+
+    def stage_0(p_w, p_b, in_x, reseed):
+        linear = aten_linear_default(in_x, p_w, p_b)  # net.py:12 fc1
+        reseed(0)
+        dropout = aten_dropout_default(linear, 0.1, True)
+        del linear
+        return (dropout,)
+
+Every value is deleted after its last use, as torch.fx's own code generator does, so that memory is what autograd keeps.
+Recompute segments become inner functions that run under ``torch.utils.checkpoint``; random operators are preceded by
+``reseed(draw)``, so the numbers depend on the step, the part of the batch and the operator, never on the placement.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from epl.errors import RunError
+from epl.ir.graph import Argument, Op
+from epl.ir.text import argument_text
+
+__all__ = ["StageCode", "generate_code", "same_branch"]
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The source of one stage's function, and what it needs to run.
+
+    Args:
+        name: Name of the function, and of the file that tracebacks show.
+        source: Python text.
+        targets: Name in the source -> target of the IR.
+        ops: The operators, for messages; ``lines[n]`` is the place in ``ops`` of source line n.
+        lines: Source line -> place in ``ops``.
+    """
+
+    name: str
+    source: str
+    targets: tuple[tuple[str, str], ...]
+    ops: tuple[Op, ...]
+    lines: tuple[tuple[int, int], ...]
+
+    @property
+    def file(self) -> str:
+        return f"<epl {self.name}>"
+
+    def compile(self, functions: dict[str, Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+        """The function itself; ``functions`` are the callables that the graph names."""
+        space: dict[str, Any] = {
+            "torch": torch,
+            "no_grad": torch.no_grad,
+            "autocast": _autocast,
+            "recompute": partial(checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"),
+        }
+        for name, target in self.targets:
+            space[name] = functions[target] if target in functions else resolve(target)
+        # so that a traceback shows the generated line
+        linecache.cache[self.file] = (len(self.source), None, self.source.splitlines(keepends=True), self.file)
+        exec(compile(self.source, self.file, "exec"), space)
+        return space[self.name]
+
+    def op_at(self, line: int) -> Op | None:
+        """The operator on a line of the source."""
+        place = dict(self.lines).get(line)
+        return None if place is None else self.ops[place]
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """What a target of the IR calls."""
+    space, _, name = target.partition(".")
+    if target == "aten._assert_scalar.default":
+        return same_branch
+    if space == "python":
+        return getattr(operator, name, None) or getattr(torch, name)
+    return getattr(getattr(getattr(torch.ops, space), name.split(".")[0]), name.split(".")[1])
+
+
+def same_branch(holds: bool, message: str) -> None:
+    """The check that a branch on data goes the way it went when the model was captured."""
+    if not holds:
+        raise RunError(
+            f"a branch of the model on a tensor's value went another way than when it was captured: {message}"
+        )
+
+
+def _autocast(setting: str) -> Any:
+    device, _, dtype = setting.partition(":")
+    return torch.autocast(device, dtype=getattr(torch, dtype))
+
+
+def generate_code(name: str, ops: tuple[Op, ...], arguments: tuple[str, ...], results: tuple[str, ...]) -> StageCode:
+    """The function that runs ``ops``.
+
+    Args:
+        name: Name of the function.
+        ops: The stage's operators, in order.
+        arguments: Names of the values it takes, in order; ``reseed`` is added.
+        results: Names of the values it gives, in order.
+    """
+    writer = _Writer(ops, arguments, results)
+    writer.body()
+    head = f"def {name}({', '.join([*arguments, 'reseed'])}):\n"
+    tail = f"    return ({''.join(f'{result}, ' for result in results)})\n"
+    lines = tuple((line + 1, place) for line, place in writer.lines)
+    return StageCode(name, head + "".join(writer.text) + tail, tuple(sorted(writer.targets.items())), ops, lines)
+
+
+class _Writer:
+    """Writes operators as lines and remembers which line is which operator."""
+
+    def __init__(self, ops: tuple[Op, ...], arguments: tuple[str, ...], results: tuple[str, ...]) -> None:
+        self.ops, self.arguments, self.results = ops, arguments, results
+        self.text: list[str] = []
+        self.targets: dict[str, str] = {}
+        self.lines: list[tuple[int, int]] = []
+        self.place_of = {op.name: place for place, op in enumerate(ops)}
+        self.last_use = {name: place for place, op in enumerate(ops) for name in op.reads}
+
+    def body(self) -> None:
+        for segment, run in _runs(self.ops, lambda op: op.segment):
+            if segment is None:
+                self._plain(run, "    ")
+            else:
+                self._segment(run)
+
+    def _line(self, indent: str, code: str) -> None:
+        self.text.append(f"{indent}{code}\n")
+
+    def _plain(self, ops: list[Op], indent: str) -> None:
+        for grad, run in _runs(ops, lambda op: op.grad):
+            inner = indent
+            if not grad:
+                self._line(indent, "with no_grad():")
+                inner = indent + "    "
+            for setting, part in _runs(run, lambda op: op.autocast):
+                deeper = inner
+                if setting:
+                    self._line(inner, f"with autocast({setting!r}):")
+                    deeper = inner + "    "
+                for op in part:
+                    self._op(op, deeper)
+
+    def _op(self, op: Op, indent: str) -> None:
+        if op.random is not None:
+            self._line(indent, f"reseed({op.random})")
+        name = op.target.replace(".", "_")
+        self.targets[name] = op.target
+        parts = [_code(arg) for arg in op.args] + [f"{key}={_code(value)}" for key, value in op.kwargs]
+        place = self.place_of[op.name]
+        self.lines.append((len(self.text) + 1, place))
+        comment = f"  # {op.source} {op.module}".rstrip()
+        self._line(indent, f"{op.name} = {name}({', '.join(parts)}){comment}")
+        self._delete(self._dead_after(place), indent)
+
+    def _dead_after(self, place: int) -> list[str]:
+        op = self.ops[place]
+        dead = [name for name in op.reads if self.last_use[name] == place and self._may_delete(name)]
+        return dead + [op.name] * (op.name not in self.last_use and op.name not in self.results)
+
+    def _may_delete(self, name: str) -> bool:
+        return name in self.place_of and name not in self.results
+
+    def _delete(self, names: Iterable[str], indent: str) -> None:
+        names = list(names)
+        if names:
+            self._line(indent, f"del {', '.join(names)}")
+
+    def _segment(self, ops: list[Op]) -> None:
+        """An inner function with exactly the values it needs, run under checkpoint."""
+        made = [op.name for op in ops]
+        end = self.place_of[ops[-1].name]
+        takes = list(dict.fromkeys(name for op in ops for name in op.reads if name not in made))
+        gives = [name for name in made if name in self.results or self.last_use.get(name, -1) > end]
+        label = f"segment_{ops[0].segment}_{self.place_of[ops[0].name]}"
+        self._line("    ", f"def {label}({', '.join(takes)}):")
+        kept, self.results = self.results, (*self.results, *gives, *takes)
+        self._plain(ops, "        ")
+        self.results = kept
+        self._line("        ", f"return ({''.join(f'{name}, ' for name in gives)})")
+        self._line("    ", f"({''.join(f'{name}, ' for name in gives)}) = recompute({', '.join([label, *takes])})")
+        self._delete((name for name in takes if self.last_use[name] <= end and self._may_delete(name)), "    ")
+
+
+def _runs(ops: Iterable[Op], key: Callable[[Op], Any]) -> Iterator[tuple[Any, list[Op]]]:
+    return ((value, list(run)) for value, run in groupby(ops, key))
+
+
+def _code(argument: Argument) -> str:
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return f"float({str(argument)!r})"
+    return argument_text(argument)

@@ -1,0 +1,182 @@
+"""Lower: a graph, a plan and a schedule become the instructions of one rank.
+
+``lower_stage`` makes the function of a rank's stage for one graph (one signature of the micro-batch); ``lower_step``
+makes the list of instructions for a step, whose micro-batches may have different signatures.
+
+Order matters where ranks meet. Between two ranks, values travel in the order of micro-batches and, within one, of their
+making; forward and backward values travel on different communicators, so neither waits for the other. The receive for
+an action is posted one action ahead, so that the transfer overlaps with computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epl.ir.graph import Graph, Ref
+from epl.ir.types import ListType
+from epl.planner.make import stage_of_tasks
+from epl.planner.plan import Plan
+from epl.program.codegen import StageCode, generate_code
+from epl.program.instructions import (
+    Backward,
+    FinishReduce,
+    Forward,
+    Instruction,
+    PostReceive,
+    Program,
+    Send,
+    StageProgram,
+    StartReduce,
+    Transfer,
+)
+from epl.schedule import Action, Kind
+
+__all__ = ["LoweredStage", "lower_stage", "lower_step"]
+
+
+@dataclass(frozen=True)
+class LoweredStage:
+    """A rank's stage for one graph: its function's code, and what goes in and out."""
+
+    program: StageProgram
+    code: StageCode
+
+
+def lower_stage(graph: Graph, plan: Plan, rank: int, *, label: str = "") -> LoweredStage:
+    """The function of the stage that ``rank`` runs."""
+    stage, _, _ = plan.place_of(rank)
+    peers = plan.ranks_of_column(plan.column_of(rank))
+    stage_of = stage_of_tasks(plan.stages)
+    ops = tuple(op for op in graph.ops if stage_of[op.task or 0] == stage)
+    made = {op.name for op in ops}
+    parts, part_values = _parts(graph, stage_of, stage)
+    read = (*(name for op in ops for name in op.reads), *part_values)
+    taken = tuple(dict.fromkeys(name for name in read if name not in made))
+    held = tuple(leaf.name for leaf in (*graph.parameters, *graph.buffers, *graph.constants) if leaf.name in set(taken))
+    inputs = tuple(place for place, leaf in enumerate(graph.inputs) if leaf.name in taken)
+    takes = _takes(graph, stage_of, stage, peers)
+    sends = _sends(graph, stage_of, stage, peers)
+    gives = tuple(dict.fromkeys(transfer.value for transfer in sends))
+    arguments = (*held, *(graph.inputs[place].name for place in inputs), *(transfer.value for transfer in takes))
+    name = f"stage_{stage}{label}"
+    trainable = any(leaf.trainable for leaf in graph.parameters if leaf.name in taken)
+    program = StageProgram(
+        name=name,
+        held=held,
+        inputs=inputs,
+        takes=takes,
+        gives=gives,
+        sends=sends,
+        parts=parts,
+        needs_backward=trainable or any(transfer.needs_grad for transfer in takes),
+    )
+    code = generate_code(name, ops, arguments, (*gives, *part_values))
+    return LoweredStage(program, code)
+
+
+def _takes(graph: Graph, stage_of: dict[int, int], stage: int, peers: tuple[int, ...]) -> tuple[Transfer, ...]:
+    """What other stages send here, by sender and order of making: the order in which the senders send."""
+    return tuple(
+        _transfer(graph, edge_name, source, peers)
+        for edge_name, source, target in _crossings(graph, stage_of)
+        if target == stage
+    )
+
+
+def _sends(graph: Graph, stage_of: dict[int, int], stage: int, peers: tuple[int, ...]) -> tuple[Transfer, ...]:
+    return tuple(
+        _transfer(graph, edge_name, target, peers)
+        for edge_name, source, target in _crossings(graph, stage_of)
+        if source == stage
+    )
+
+
+def _crossings(graph: Graph, stage_of: dict[int, int]) -> list[tuple[str, int, int]]:
+    found = dict.fromkeys(
+        (edge.name, stage_of[edge.source], stage_of[edge.target])
+        for edge in graph.edges
+        if stage_of[edge.source] != stage_of[edge.target]
+    )
+    return list(found)
+
+
+def _transfer(graph: Graph, name: str, stage: int, peers: tuple[int, ...]) -> Transfer:
+    kind = graph.type_of(name)
+    assert not isinstance(kind, ListType), f"{name} is a list; getitem stays with its maker"
+    return Transfer(name, peers[stage], stage, kind, name in graph.needs_grad)
+
+
+def _parts(graph: Graph, stage_of: dict[int, int], stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Roles and values of the step's parts that this stage reports; plain values are no concern of a stage."""
+    roles: list[str] = []
+    values: list[str] = []
+    for output in graph.outputs:
+        if isinstance(output.value, Ref) and _home(graph, stage_of, output.value.name) == stage:
+            roles.append(output.role)
+            values.append(output.value.name)
+    return tuple(roles), tuple(values)
+
+
+def _home(graph: Graph, stage_of: dict[int, int], name: str) -> int:
+    """The stage that reports a value: its maker's; for a leaf of the graph the first that has it."""
+    maker = graph.op_by_name.get(name)
+    if maker is not None:
+        return stage_of[maker.task or 0]
+    return min((stage_of[op.task or 0] for op in graph.readers.get(name, ())), default=0)
+
+
+def lower_step(
+    plan: Plan, rank: int, actions: Sequence[Action], stages: Sequence[StageProgram], *, train: bool = True
+) -> Program:
+    """The instructions of one step.
+
+    Args:
+        plan: The plan.
+        rank: Whose instructions.
+        actions: The schedule's actions for the rank's stage.
+        stages: The stage's program for each micro-batch.
+        train: False for a forward pass only: no backward, no reduction.
+    """
+    stage, _, _ = plan.place_of(rank)
+    actions = [action for action in actions if _has_work(action, stages[action.micro_batch])]
+    last_backward = next((action for action in reversed(actions) if action.kind is Kind.BACKWARD), None)
+    instructions: list[Instruction] = []
+    for place, action in enumerate(actions):
+        if place == 0:
+            instructions += _receive(action, stages)
+        if place + 1 < len(actions):
+            instructions += _receive(actions[place + 1], stages)
+        if action is last_backward:
+            instructions.append(StartReduce())
+        run = Forward if action.kind is Kind.FORWARD else Backward
+        instructions.append(run(action, action.micro_batch))
+        instructions += _send(action, stages)
+    if train:
+        if last_backward is None:
+            instructions.append(StartReduce())
+        instructions.append(FinishReduce())
+    return Program(rank, stage, tuple(instructions))
+
+
+def _has_work(action: Action, stage: StageProgram) -> bool:
+    """A stage through which no gradient flows (frozen, nothing trainable before it) has no backward."""
+    return action.kind is Kind.FORWARD or stage.needs_backward
+
+
+def _receive(action: Action, stages: Sequence[StageProgram]) -> list[Instruction]:
+    stage = stages[action.micro_batch]
+    if action.kind is Kind.FORWARD:
+        transfers = stage.takes
+    else:
+        transfers = tuple(transfer for transfer in stage.sends if transfer.needs_grad)
+    return [PostReceive(action, transfers)] if transfers else []
+
+
+def _send(action: Action, stages: Sequence[StageProgram]) -> list[Instruction]:
+    stage = stages[action.micro_batch]
+    if action.kind is Kind.FORWARD:
+        transfers = stage.sends
+    else:
+        transfers = tuple(transfer for transfer in stage.takes if transfer.needs_grad)
+    return [Send(action, transfers)] if transfers else []

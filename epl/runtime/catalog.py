@@ -1,0 +1,149 @@
+"""The graphs that one model has been captured as, by what they were captured for.
+
+A capture is kept per signature: the batch's structure, shapes and plain values, and what in the model decides what
+forward does (training flags, which parameters are trainable, plain attributes). Where the model branches on values that
+depend on the batch alone, the branch is part of the signature too: each graph has a guard, and a batch that fails all
+guards is captured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from epl.batch import Flat
+from epl.capture.capture import Captured, capture
+from epl.capture.refusals import PlainAttributes
+from epl.errors import RunError
+from epl.ir.graph import Graph, StrategySpec
+from epl.loss import LossFunction, loss_step, output_step
+from epl.passes import apply_passes
+from epl.planner.plan import Plan
+from epl.planner.taskgraphs import build_taskgraphs
+from epl.program.guards import GuardCode, guard_of
+from epl.program.lower import lower_stage
+from epl.runtime.executor import BoundStage
+
+__all__ = ["Catalog", "Variant"]
+
+
+@dataclass
+class Variant:
+    """One graph of the model, and the stage that this rank makes of it."""
+
+    captured: Captured
+    graph: Graph
+    guard: GuardCode | None
+    holds: Callable[..., bool]
+    bound: BoundStage | None = None
+
+
+class Catalog:
+    """Finds the graph for a micro-batch, capturing the model if there is none yet."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, *, colocate: bool) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._colocate = colocate
+        self._tasks: tuple[StrategySpec, ...] | None = None
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
+        self._attributes = PlainAttributes(model)
+        self._variants: dict[Any, list[Variant]] = {}
+
+    def model_key(self) -> tuple[Any, ...]:
+        """What in the model decides what forward does."""
+        flags = tuple([module.training for module in self._modules])
+        trainable = tuple([parameter.requires_grad for parameter in self._parameters])
+        return flags, trainable, self._attributes.now()
+
+    def find(self, kind: str, model_key: tuple[Any, ...], batch: Flat) -> Variant:
+        """The graph for a micro-batch.
+
+        Args:
+            kind: ``train``, ``eval`` or ``output``: what is computed.
+            model_key: What `model_key` gave.
+            batch: The micro-batch.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+            StrategyError: its annotations cannot be carried out.
+        """
+        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in batch.tensors])
+        variants = self._variants.setdefault((kind, batch.structure, shapes, model_key), [])
+        for variant in variants:
+            if variant.holds(batch.tensors):
+                return variant
+        variants.append(self._capture(kind, batch))
+        return variants[-1]
+
+    def _capture(self, kind: str, batch: Flat) -> Variant:
+        step = output_step() if kind == "output" else loss_step(self._loss_fn)
+        with torch.enable_grad():
+            captured = capture(self._model, step, batch)
+        graph = build_taskgraphs(captured.graph, colocate=self._colocate, tasks=self._tasks)
+        if self._tasks is None:
+            self._tasks = graph.tasks
+        guard = guard_of(captured.graph) if captured.follows_data else None
+        return Variant(captured, graph, guard, self._holds(captured, guard))
+
+    def _holds(self, captured: Captured, guard: GuardCode | None) -> Callable[..., bool]:
+        if guard is None:
+            return lambda _: True
+        function = guard.code.compile({})
+        held = self._held(captured, guard.held)
+
+        def holds(tensors: Sequence[torch.Tensor]) -> bool:
+            with torch.no_grad():
+                return all(function(*held, *(tensors[place] for place in guard.inputs), _no_draws))
+
+        return holds
+
+    def bind(self, variant: Variant, plan: Plan, rank: int) -> BoundStage:
+        """The stage that ``rank`` makes of a graph, compiled."""
+        if variant.bound is None:
+            graph = apply_passes(variant.graph, plan)
+            self._check_held(graph, plan, rank)
+            number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)
+            lowered = lower_stage(graph, plan, rank, label=f"_{number}")
+            variant.graph = graph
+            variant.bound = BoundStage(
+                lowered.program,
+                lowered.code,
+                lowered.code.compile(variant.captured.functions),
+                self._held(variant.captured, lowered.program.held),
+            )
+        return variant.bound
+
+    def _check_held(self, graph: Graph, plan: Plan, rank: int) -> None:
+        """A parameter that this stage needs for this batch must be one that the plan lets it keep."""
+        stage, _, _ = plan.place_of(rank)
+        kept = {entry.path for entry in plan.parameters if stage in entry.stages}
+        tasks = plan.stages[stage].taskgraphs
+        missing = [leaf.path for task in tasks for leaf in graph.parameters_of(task) if leaf.path not in kept]
+        if missing:
+            raise RunError(
+                f"a batch of this kind uses {', '.join(missing[:5])} in stage {stage}, where the plan, made from the first "
+                "batch, does not keep them. Pass example_batch= with a batch that uses every part to epl.parallelize."
+            )
+
+    def _held(self, captured: Captured, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        graph = captured.graph
+        paths = {leaf.name: leaf.path for leaf in (*graph.parameters, *graph.buffers)}
+        return tuple(
+            _tensor_at(self._model, paths[name]) if name in paths else captured.constants[name] for name in names
+        )
+
+
+def _tensor_at(model: nn.Module, path: str) -> torch.Tensor:
+    holder, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(holder), name)
+
+
+def _no_draws(_: int) -> None:
+    """A guard draws no random numbers."""
+

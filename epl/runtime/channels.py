@@ -1,0 +1,135 @@
+"""Values between the stages of a pipeline, over torch.distributed's point-to-point operations.
+
+Order is the whole protocol: between two ranks and in one direction, values go in the order of the program on both sides.
+NCCL runs the operations of one communicator one after another, so there each direction between two stages has a
+communicator of its own; gloo matches by tag and needs no more than one group.
+
+A value whose shape is not known to the plan travels behind a header of int64 sizes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epl.errors import RunError
+from epl.ir.types import ScalarType, TensorType
+from epl.planner.plan import Plan
+from epl.program.instructions import Transfer
+from epl.runtime.world import Group, World
+
+__all__ = ["Channels", "Pending"]
+
+_SCALARS = {"int": torch.int64, "bool": torch.int64, "float": torch.float64}
+
+
+@dataclass
+class Pending:
+    """A value on its way here."""
+
+    transfer: Transfer
+    what: str
+    tensor: torch.Tensor | None
+    work: Any
+
+
+class Channels:
+    """Sends and receives for one rank. Sends are kept until they are done, so that their memory lives long enough."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self._world = world
+        self._by_pair = world.device.type != "cpu"
+        self._groups: dict[tuple[int, int, bool], Group] = {}
+        self._sending: deque[tuple[str, torch.Tensor, Any]] = deque()
+        self._timeout = timedelta(seconds=world.timeout_s)
+        if self._by_pair:
+            self._make_groups(plan)
+
+    def _make_groups(self, plan: Plan) -> None:
+        for source, target in sorted({(edge.source, edge.target) for edge in plan.edges}):
+            for column in range(plan.num_columns):
+                ranks = plan.ranks_of_column(column)
+                for backward in (False, True):
+                    pair = (ranks[source], ranks[target])
+                    key = (*reversed(pair), backward) if backward else (*pair, backward)
+                    self._groups[key] = self._world.group(pair, f"{'backward' if backward else 'forward'} {pair}")
+
+    def _handle(self, source: int, target: int, backward: bool) -> Any:
+        if not self._by_pair:
+            return self._world.control.handle
+        return self._groups[(source, target, backward)].handle
+
+    def send(self, transfer: Transfer, value: Any, what: str, *, backward: bool) -> None:
+        """Start to send a value; does not wait."""
+        self._drop_finished()
+        handle = self._handle(self._world.rank, transfer.peer, backward)
+        for tensor in self._as_tensors(transfer, value):
+            with self._world.waiting(f"room to send {what}"):
+                work = dist.isend(tensor, transfer.peer, group=handle, tag=int(backward))
+            self._sending.append((what, tensor, work))
+
+    def _as_tensors(self, transfer: Transfer, value: Any) -> list[torch.Tensor]:
+        if isinstance(transfer.type, ScalarType):
+            return [torch.tensor([value], dtype=_SCALARS[transfer.type.kind], device=self._world.device)]
+        assert isinstance(value, torch.Tensor)
+        tensor = value.detach().contiguous()
+        if isinstance(transfer.type, TensorType) and not transfer.type.is_static:
+            return [torch.tensor(tensor.shape, dtype=torch.int64, device=self._world.device), tensor]
+        return [tensor]
+
+    def post(self, transfer: Transfer, what: str, *, backward: bool) -> Pending:
+        """Start to receive a value."""
+        kind = transfer.type
+        if isinstance(kind, TensorType) and not kind.is_static:
+            tensor = torch.empty(len(kind.shape), dtype=torch.int64, device=self._world.device)
+        elif isinstance(kind, TensorType):
+            tensor = torch.empty([size or 0 for size in kind.shape], dtype=kind.dtype, device=self._world.device)
+        else:
+            assert isinstance(kind, ScalarType)
+            tensor = torch.empty(1, dtype=_SCALARS[kind.kind], device=self._world.device)
+        return Pending(transfer, what, tensor, self._receive(transfer, tensor, what, backward))
+
+    def _receive(self, transfer: Transfer, tensor: torch.Tensor, what: str, backward: bool) -> Any:
+        handle = self._handle(transfer.peer, self._world.rank, backward)
+        with self._world.waiting(self._expecting(transfer, what)):
+            return dist.irecv(tensor, transfer.peer, group=handle, tag=int(backward))
+
+    def wait(self, pending: Pending, *, backward: bool) -> Any:
+        """The value, once it is here.
+
+        Raises:
+            RunError: it did not come within ``communication.timeout``, or its sender is gone.
+        """
+        transfer, tensor = pending.transfer, pending.tensor
+        assert tensor is not None
+        self._finish(transfer, pending.what, pending.work)
+        if isinstance(transfer.type, ScalarType):
+            return {"int": int, "bool": bool, "float": float}[transfer.type.kind](tensor.item())
+        if isinstance(transfer.type, TensorType) and not transfer.type.is_static:
+            tensor = torch.empty(tensor.tolist(), dtype=transfer.type.dtype, device=self._world.device)
+            self._finish(transfer, pending.what, self._receive(transfer, tensor, pending.what, backward))
+        return tensor
+
+    def _finish(self, transfer: Transfer, what: str, work: Any) -> None:
+        with self._world.waiting(self._expecting(transfer, what)):
+            if work.wait(self._timeout) is False:
+                raise RunError(f"{self._expecting(transfer, what)} did not come in {self._world.timeout_s:g} s")
+
+    def _expecting(self, transfer: Transfer, what: str) -> str:
+        return f"{what} from rank {transfer.peer} (stage {transfer.stage})"
+
+    def _drop_finished(self) -> None:
+        while self._sending and self._sending[0][2].is_completed():
+            self._sending.popleft()
+
+    def finish_sends(self) -> None:
+        """Wait until everything that was sent has left."""
+        while self._sending:
+            what, _, work = self._sending.popleft()
+            with self._world.waiting(f"{what} to be taken"):
+                work.wait(self._timeout)

@@ -1,0 +1,356 @@
+"""The engine: the user's model and optimizer under a plan. What `epl.parallelize` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from epl.batch import Flat, batch_size_of, cut, flatten, take
+from epl.cluster import Cluster
+from epl.config import Config
+from epl.errors import ConfigError, PlanError, RunError
+from epl.loss import LossFunction
+from epl.planner.make import make_plan, shares_devices
+from epl.planner.plan import Plan
+from epl.planner.table import plan_table
+from epl.runtime.agree import agree_on, all_succeed
+from epl.runtime.catalog import Catalog
+from epl.runtime.clip import clip_grad_norm
+from epl.runtime.logs import write_plan
+from epl.runtime.model import ParallelModel
+from epl.runtime.results import Merged, OutputForm, join_outputs, merge
+from epl.runtime.runner import Ran, Runner
+from epl.runtime.state import align_buffers, gather_state, load_whole, make_equal, release
+from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step
+from epl.runtime.world import World
+from epl.scopes import tag_of
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Trains a model under a plan.
+
+    The plan is made at the first batch (or from ``example_batch``): the graph depends on what a batch looks like.
+    Every method that computes is called by all ranks together.
+
+    Args:
+        model: Any module; its code stays as it is.
+        optimizers: Optimizers built on the model's parameters.
+        loss_fn: ``loss_fn(model, batch)``; None for the model's own loss.
+        world: The ranks.
+        cluster: The devices.
+        config: The settings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        loss_fn: LossFunction | None,
+        world: World,
+        cluster: Cluster,
+        config: Config,
+    ) -> None:
+        self._model = model.to(world.device)
+        self._optimizers = optimizers
+        self._loss_fn = loss_fn
+        self._world, self._cluster, self._config = world, cluster, config
+        self._catalog = Catalog(model, loss_fn, colocate=shares_devices(cluster, config))
+        self._runner: Runner | None = None
+        self._buffers_differ = False
+        self._verified = not config.debug.verify
+        self._parallel_model: ParallelModel | None = None
+
+    # -- preparing ----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What runs where. `prepare` or the first step makes it.
+
+        Raises:
+            PlanError: there is no plan yet.
+        """
+        return self._prepared.plan
+
+    @property
+    def _prepared(self) -> Runner:
+        if self._runner is None:
+            raise PlanError(
+                "there is no plan before the first batch; run a step, call engine.prepare(batch), or pass example_batch= "
+                "to epl.parallelize"
+            )
+        return self._runner
+
+    def prepare(self, batch: Any) -> Plan:
+        """Capture the model on a batch and make the plan, without running a step.
+
+        Args:
+            batch: This replica's batch, or one like it.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+            StrategyError: the annotations cannot be carried out.
+            ClusterError: the devices do not divide by the annotations.
+            RunError: the ranks have different models or scripts.
+        """
+        if self._runner is not None:
+            return self._runner.plan
+        plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch)))
+        agree_on(self._world, "the plan and the settings", [*plan.to_json().splitlines(), str(self._config.to_dict())])
+        if make_equal(self._world, self._model) and self._world.rank == 0:
+            warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=3)
+        release(self._model, plan, self._world.rank)
+        self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
+        if self._world.rank == 0:
+            if self._config.run.print_plan:
+                print(plan_table(plan), flush=True)
+            write_plan(self._config.run.log_dir, plan, self._config)
+        return plan
+
+    def _make_plan(self, flat: Flat) -> Plan:
+        flat = flat._replace(tensors=tuple(tensor.to(self._world.device) for tensor in flat.tensors))
+        size = batch_size_of(flat.tensors)
+        parts = cut(size, self._config.pipeline.num_micro_batch)
+        if not parts:
+            raise RunError("the first batch is empty; a plan needs at least one sample")
+        piece = flat._replace(tensors=take(flat.tensors, size, parts[0]))
+        kind = "train" if self._model.training else "eval"
+        variant = self._catalog.find(kind, self._catalog.model_key(), piece)
+        return make_plan(variant.graph, self._cluster, self._config, is_opaque=variant.captured.is_opaque)
+
+    def share_of_data(self, example: Callable[[int], Any]) -> tuple[int, int]:
+        """(this rank's replica, number of replicas); makes the plan if there is none yet.
+
+        Args:
+            example: Gives a batch for the plan, from a guess of the number of replicas.
+        """
+        if self._runner is None:
+            self.prepare(example(self._guess_num_replicas()))
+        _, replica, _ = self.plan.place_of(self._world.rank)
+        return replica, self.plan.num_replicas
+
+    def _guess_num_replicas(self) -> int:
+        """From the annotations that are visible without a capture; a wrong guess costs one more capture."""
+        tags = [tag_of(module) for module in self._model.modules()]
+        strategies = {id(tag.strategy): tag.strategy for tag in tags if tag is not None}
+        devices = sum(strategy.device_count for strategy in strategies.values()) or 1
+        return max(1, self._world.size // devices)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any, *, max_grad_norm: float | None = None) -> Any:
+        """One optimizer step on one batch: zero gradients, forward and backward, clip, update.
+
+        Args:
+            batch: This replica's batch: the same on all ranks of a replica.
+            max_grad_norm: Clip the gradients to this global norm before the update; None for no clipping.
+
+        Returns:
+            The loss of the global batch, the same on every rank, a tensor of one element; or (loss, aux) if the step
+            gives aux.
+
+        Raises:
+            RunError: the ranks do not agree, or one has failed; on every rank.
+
+        Example:
+            >>> loss = engine.train_step({"input_ids": ids, "labels": labels})  # doctest: +SKIP
+        """
+        if not self._optimizers:
+            raise ConfigError("train_step needs an optimizer: pass it to epl.parallelize(model, optimizer)")
+        self.zero_grad()
+        loss = self.forward_backward(batch)
+        if max_grad_norm is not None:
+            self.clip_grad_norm_(max_grad_norm)
+        self.optimizer_step()
+        return loss
+
+    def forward_backward(self, batch: Any) -> Any:
+        """The gradients of the global batch's loss, added to the parameters' ``.grad``; returns as `train_step` does."""
+        if not self._model.training:
+            raise RunError("the model is in eval mode; call model.train() before a training step")
+        self.prepare(batch)
+        if not self._verified:
+            self._verified = True
+            self.verify(batch)
+        earlier = self.take_gradients()
+        merged = self._run_training(batch)
+        self.add_gradients(earlier)
+        return merged.result
+
+    def _run_training(self, batch: Any) -> Merged:
+        """Forward and backward; the gradients are this batch's alone."""
+        ran = self._prepared.run("train", batch)
+        self._buffers_differ = True
+        merged = self._merge(ran)
+        if merged.divisor is not None and self.plan.reduce_method == "mean":
+            self._scale_gradients(1.0 / merged.divisor if merged.divisor else float("nan"))
+        return merged
+
+    def pending_gradients(self, batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
+        """What `forward_backward` returns, and the gradients, which stay off the parameters; for `model`."""
+        earlier = self.take_gradients()
+        result = self.forward_backward(batch)
+        pending = self.take_gradients()
+        self.add_gradients(earlier)
+        return result, pending
+
+    def forward(self, batch: Any) -> Any:
+        """The model's output for this replica's batch, on every rank of the replica, in the model's present mode."""
+        self.prepare(batch)
+        self._align_buffers()
+        ran = self._prepared.run("output", batch)
+        structure = ran.variant.captured.structure
+        assert structure is not None
+        form = OutputForm(structure, tuple(output.role for output in ran.variant.graph.outputs))
+        return join_outputs(self._world, self.plan, form, ran.results)
+
+    def eval_step(self, batch: Any) -> Any:
+        """The loss of the global batch in eval mode, without gradients; returns as `train_step` does."""
+        with self._eval_mode():
+            self.prepare(batch)
+            self._align_buffers()
+            return self._merge(self._prepared.run("eval", batch)).result
+
+    def _merge(self, ran: Ran) -> Merged:
+        return merge(self._world, ran.variant.graph, ran.results, self._world.device)
+
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def _align_buffers(self) -> None:
+        runner = self._prepared
+        if self._buffers_differ and runner.changes_buffers:
+            align_buffers(self._world, self._model, runner.plan, runner.groups)
+        self._buffers_differ = False
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients, in order, taken off them; copies, since a later step reuses the buckets' memory."""
+        taken = [None if p.grad is None else p.grad.clone() for p in self._model.parameters()]
+        self.zero_grad()
+        return taken
+
+    def add_gradients(self, gradients: Iterable[torch.Tensor | None], factor: torch.Tensor | float = 1.0) -> None:
+        """Add ``factor`` times these gradients, in the order of the parameters, to the parameters' own."""
+        with torch.no_grad():
+            for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+                if gradient is not None:
+                    scaled = gradient * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else gradient
+                    parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+
+    def _scale_gradients(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip by the global norm, as ``torch.nn.utils.clip_grad_norm_`` would in one process; returns the norm.
+
+        Each parameter counts once, whether it is tied, replicated or cut over stages.
+        """
+        return clip_grad_norm(
+            self._world, self._model, self.plan, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def optimizer_step(self) -> None:
+        """``step()`` of every optimizer; each updates the parameters that this rank holds."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    # -- the whole model ----------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model for loops of one's own: ``loss = engine.model(**batch); loss.backward(); optimizer.step()``.
+
+        In training mode with gradients on, a call runs the whole schedule, forward and backward, and returns the loss;
+        ``loss.backward()`` then adds the gradients, times what comes in, to the parameters' ``.grad``. Otherwise a call
+        is a forward pass and returns what the model returns, for this replica's batch.
+        """
+        if self._parallel_model is None:
+            self._parallel_model = ParallelModel(self, self._model)
+        return self._parallel_model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The state dict of the whole model under its original names, on every rank; all ranks call it together."""
+        tensors = gather_state(self._world, self._model, self.plan)
+        names = {name: entry.path for entry in self.plan.parameters for name in (entry.path, *entry.aliases)}
+        found: dict[str, torch.Tensor] = {}
+        for name in self._model.state_dict():
+            tensor = tensors[names.get(name, name)]
+            assert tensor is not None
+            found[name] = tensor
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state dict of the whole model; each rank takes what it holds.
+
+        Raises:
+            RunError: names are missing or unknown, or shapes differ; lists all of them.
+        """
+        load_whole(self._model, self.plan, self._world.rank, state)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Every parameter's gradient, whole, under its first name, on every rank; all ranks call it together."""
+        return gather_state(self._world, self._model, self.plan, gradients=True)
+
+    def verify(self, batch: Any, *, tolerance: float | None = None) -> Report:
+        """Compare one step with the plain model in one process on the whole global batch.
+
+        Args:
+            batch: This replica's batch.
+            tolerance: Largest relative difference; None for 1e-9 in float64 and 1e-4 in float32.
+
+        Returns:
+            The table: loss, global norm and every gradient.
+
+        Raises:
+            VerifyError: something differs; names the first tensor that does.
+        """
+        self.prepare(batch)
+        runner, world = self._prepared, self._world
+        earlier, step = self.take_gradients(), runner.step
+        with buffers_kept(self._model):
+            weights = gather_state(world, self._model, self.plan)
+            batches = gather_batches(world, self.plan, batch)
+            ran = self._run_training(batch)
+            gradients = self.gradients()
+        runner.step = step
+        self.zero_grad()
+        self.add_gradients(earlier)
+
+        def make_report() -> Report | None:
+            if world.rank != 0:
+                return None
+            whole = {path: tensor for path, tensor in weights.items() if tensor is not None}
+            setting = Setting(world, self.plan, ran.graph, runner.base_seed, step)
+            reference = plain_step(self._model, self._loss_fn, whole, batches, setting)
+            return compare(reference, ran.loss, gradients, self.plan, tolerance)
+
+        report = world.gather(all_succeed(world, make_report))[0]
+        return report.check()
+
+    def close(self) -> None:
+        """Take EPL's hooks off the model. The ranks stay connected; the process group ends with the process."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None

@@ -1,0 +1,176 @@
+"""Run a program: a loop over instructions that decides nothing.
+
+Between forward and backward of a micro-batch a stage keeps what autograd needs: the values it received (leaves of its
+piece of the autograd graph) and the values it gave (where the gradients from later stages enter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from epl.program.codegen import StageCode
+from epl.program.instructions import (
+    Backward,
+    FinishReduce,
+    Forward,
+    Instruction,
+    PostReceive,
+    Program,
+    Send,
+    StageProgram,
+    StartReduce,
+)
+from epl.runtime.channels import Channels, Pending
+from epl.runtime.reducer import Reducer
+from epl.schedule import Action, Kind
+
+__all__ = ["BoundStage", "Executor", "MicroBatch"]
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """A stage's function with the model's tensors that it takes."""
+
+    program: StageProgram
+    code: StageCode
+    function: Callable[..., tuple[Any, ...]]
+    held: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch in one step, on one rank.
+
+    Args:
+        stage: The stage's function for this micro-batch's shapes.
+        tensors: The micro-batch's tensors.
+        seed: The gradient of the step's objective with respect to this part's loss.
+        reseed: Called before each random operator.
+        parts: Filled by the forward pass: the step's parts that this stage makes.
+    """
+
+    stage: BoundStage
+    tensors: Sequence[torch.Tensor]
+    seed: float
+    reseed: Callable[[int], None]
+    parts: dict[str, Any] = field(default_factory=dict)
+    taken: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+
+
+class Executor:
+    """Runs programs on one rank."""
+
+    def __init__(self, channels: Channels, reducer: Reducer) -> None:
+        self._channels = channels
+        self._reducer = reducer
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._posted: dict[Action, list[Pending]] = {}
+        self._run: dict[type, Callable[[Any], None]] = {
+            PostReceive: self._post_receive,
+            Forward: self._forward,
+            Backward: self._backward,
+            Send: self._send,
+            StartReduce: lambda _: self._reducer.start(),
+            FinishReduce: lambda _: self._reducer.finish(),
+        }
+
+    def run(self, program: Program, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run a program; what it computes is left in the micro-batches and in the parameters' gradients."""
+        self._micro_batches = micro_batches
+        self._posted.clear()
+        for instruction in program.instructions:
+            with record_function(f"epl {instruction}"):
+                self._run_one(instruction)
+        self._channels.finish_sends()
+
+    def _run_one(self, instruction: Instruction) -> None:
+        try:
+            self._run[type(instruction)](instruction)
+        except Exception as error:
+            error.add_note(f"in {instruction}{self._place(error)}")
+            raise
+
+    def _place(self, error: BaseException) -> str:
+        """The operator, and the user's line, that a stage's function was at."""
+        for micro_batch in self._micro_batches:
+            code, trace = micro_batch.stage.code, error.__traceback__
+            while trace is not None:
+                if trace.tb_frame.f_code.co_filename == code.file:
+                    op = code.op_at(trace.tb_lineno)
+                    if op is not None:
+                        return f", {op.name} = {op.target} of module {op.module or 'the model'}, at {op.source}"
+                trace = trace.tb_next
+        return ""
+
+    def _post_receive(self, instruction: PostReceive) -> None:
+        action = instruction.action
+        backward = action.kind is Kind.BACKWARD
+        self._posted[action] = [
+            self._channels.post(transfer, _what(transfer.value, action), backward=backward)
+            for transfer in instruction.transfers
+        ]
+
+    def _forward(self, instruction: Forward) -> None:
+        micro_batch = self._micro_batches[instruction.action.micro_batch]
+        program = micro_batch.stage.program
+        for pending in self._posted.pop(instruction.action, ()):
+            value = self._channels.wait(pending, backward=False)
+            if pending.transfer.needs_grad and torch.is_grad_enabled():
+                value.requires_grad_()
+            micro_batch.taken[pending.transfer.value] = value
+        results = micro_batch.stage.function(
+            *micro_batch.stage.held,
+            *(micro_batch.tensors[place] for place in program.inputs),
+            *micro_batch.taken.values(),
+            micro_batch.reseed,
+        )
+        given = len(program.gives)
+        micro_batch.given = dict(zip(program.gives, results, strict=False))
+        for role, value in zip(program.parts, results[given:], strict=True):
+            is_loss = role in ("loss", "total")
+            micro_batch.parts[role] = value.detach() if isinstance(value, torch.Tensor) else value
+            micro_batch.loss = value if is_loss else micro_batch.loss
+
+    def _backward(self, instruction: Backward) -> None:
+        micro_batch = self._micro_batches[instruction.action.micro_batch]
+        gradients: dict[str, torch.Tensor] = {}
+        for pending in self._posted.pop(instruction.action, ()):
+            gradient = self._channels.wait(pending, backward=True)
+            name = pending.transfer.value
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        roots = [(micro_batch.given[name], gradient) for name, gradient in gradients.items()]
+        if micro_batch.loss is not None:
+            roots.append((micro_batch.loss, torch.full_like(micro_batch.loss, micro_batch.seed)))
+        flowing = [(value, gradient) for value, gradient in roots if value.requires_grad]
+        if flowing:
+            torch.autograd.backward([value for value, _ in flowing], [gradient for _, gradient in flowing])
+        micro_batch.given.clear()
+        micro_batch.loss = None
+
+    def _send(self, instruction: Send) -> None:
+        action = instruction.action
+        micro_batch = self._micro_batches[action.micro_batch]
+        backward = action.kind is Kind.BACKWARD
+        for transfer in instruction.transfers:
+            value = _gradient_of(micro_batch.taken[transfer.value]) if backward else micro_batch.given[transfer.value]
+            self._channels.send(transfer, value, _what(transfer.value, action), backward=backward)
+        if backward:
+            micro_batch.taken.clear()
+
+
+def _gradient_of(value: torch.Tensor) -> torch.Tensor:
+    """The gradient of a received value; zero if the stage found it has no influence on the loss."""
+    return torch.zeros_like(value) if value.grad is None else value.grad
+
+
+def _what(value: str, action: Action) -> str:
+    kind = "the gradient of" if action.kind is Kind.BACKWARD else "the value"
+    return f"{kind} {value} for {action}"
+

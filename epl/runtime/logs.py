@@ -1,0 +1,22 @@
+"""The run's folder: the plan, the settings and, on demand, graphs and programs, as files that can be read later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from epl.config import Config
+from epl.planner.plan import Plan
+from epl.planner.table import plan_table
+
+__all__ = ["write_plan"]
+
+
+def write_plan(folder: str, plan: Plan, config: Config) -> None:
+    """Write ``plan.json``, ``plan.txt`` and ``config.txt`` into the folder; nothing if the folder is ""."""
+    if not folder:
+        return
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "plan.json").write_text(plan.to_json())
+    (path / "plan.txt").write_text(plan_table(plan) + "\n")
+    (path / "config.txt").write_text(str(config) + "\n")

@@ -1,0 +1,241 @@
+"""One prepared model on one rank: the plan, the groups, the executor, and how a step is run.
+
+``Runner.run`` is one step: cut the batch, find the graph of each micro-batch, agree with the other ranks, lower, execute,
+merge. What differs between training, evaluation and a plain forward pass is the instructions that are lowered, not the
+loop that runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from epl.batch import Flat, batch_size_of, cut, flatten, take
+from epl.config import Config
+from epl.errors import RunError
+from epl.ir.graph import Graph
+from epl.planner.plan import Plan
+from epl.program.instructions import Program, StageProgram
+from epl.program.lower import lower_step
+from epl.runtime.agree import StepNumbers, agree_on_step, content_of, digest
+from epl.runtime.catalog import Catalog, Variant
+from epl.runtime.channels import Channels
+from epl.runtime.executor import BoundStage, Executor, MicroBatch
+from epl.runtime.reducer import ReduceGroup, Reducer
+from epl.runtime.results import PartResult, seed_of
+from epl.runtime.rng import generator_kept, reseeder
+from epl.runtime.world import Group, World
+from epl.schedule import forward_only, generate
+
+__all__ = ["Ran", "Runner"]
+
+_KINDS = ("train", "eval", "output")
+_CALLS = {"train": "a training step", "eval": "eval_step", "output": "a forward pass"}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One micro-batch of this rank: its tensors, its graph, and where it is in the global batch."""
+
+    flat: Flat
+    variant: Variant
+    start: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step left: the parts of each micro-batch, and the graph that says what they are."""
+
+    variant: Variant
+    results: tuple[PartResult, ...]
+    num_samples: int
+
+
+class Runner:
+    """Runs steps of one model under one plan."""
+
+    def __init__(self, world: World, config: Config, plan: Plan, catalog: Catalog, model: nn.Module) -> None:
+        self.world, self.plan, self.model = world, plan, model
+        self._config, self._catalog = config, catalog
+        self.stage, self.replica, self._position = plan.place_of(world.rank)
+        self.groups = self._make_groups()
+        self.reducer = Reducer(world, self._reduce_groups(), plan.max_buckets)
+        self._executor = Executor(Channels(world, plan), self.reducer)
+        self._programs: dict[Any, Program] = {}
+        self.base_seed = int(world.gather(torch.initial_seed())[0])
+        self.step = 0
+        self.last_variant: Variant | None = None
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def _make_groups(self) -> dict[tuple[int, ...], Group]:
+        """A group for each set of stages that shares parameters; the same ones, in the same order, on all ranks."""
+        sets = {entry.stages for entry in self.plan.parameters if entry.stages}
+        sets |= {(stage.index,) for stage in self.plan.stages}
+        ordered = sorted(sets, key=lambda stages: (len(stages), stages))
+        return {stages: self.world.group(self.plan.ranks_of_stages(stages)) for stages in ordered}
+
+    def _reduce_groups(self) -> list[ReduceGroup]:
+        tensors = dict(self.model.named_parameters())
+        sparse = frozenset() if self.plan.sparse_as_dense else _sparse_parameters(self.model)
+        found: list[ReduceGroup] = []
+        for stages, group in self.groups.items():
+            names = tuple(
+                entry.path
+                for entry in self.plan.parameters
+                if entry.kind == "parameter" and entry.trainable and entry.stages == stages
+            )
+            communicators = self._communicators(group) if group.size > 1 and names else (group,)
+            if self.stage in stages and group.size > 1 and names:
+                found.append(ReduceGroup(communicators, names, tuple(tensors[name] for name in names), sparse))
+        return found
+
+    def _communicators(self, group: Group) -> tuple[Group, ...]:
+        """The pool that buckets take in turn; every rank of the world makes every pool, in the same order."""
+        more = range(1, min(self.plan.num_communicators, self.plan.max_buckets))
+        return (group, *(self.world.group(group.ranks, f"pool {number}") for number in more))
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def run(self, kind: str, batch: Any) -> Ran:
+        """Run one step of a kind (``train``, ``eval``, ``output``) on this replica's batch.
+
+        Raises:
+            RunError: the ranks do not agree, or one has failed; on every rank.
+        """
+        parts, everyone = self._begin(kind, batch)
+        num_samples, before = self._samples(everyone)
+        micro_batches = [self._micro_batch(part, num_samples, before) for part in parts]
+        stages = [micro_batch.stage.program for micro_batch in micro_batches]
+        program = self._program(kind, stages)
+        try:
+            with self._context(kind, parts):
+                self._executor.run(program, micro_batches)
+        except Exception as error:
+            self.world.report_failure(error)
+            raise
+        if kind == "train":
+            self.step += 1
+        variant = parts[0].variant if parts else self.last_variant
+        if variant is None:
+            raise RunError("the first batch of a rank must hold at least one sample")
+        self.last_variant = variant
+        results = self._results(parts, micro_batches, num_samples, before)
+        return Ran(variant, results, num_samples)
+
+    @contextlib.contextmanager
+    def _context(self, kind: str, parts: Sequence[_Part]) -> Any:
+        with contextlib.ExitStack() as stack:
+            if kind != "train":
+                stack.enter_context(torch.no_grad())
+            if any(op.random is not None for part in parts for op in part.variant.graph.ops):
+                stack.enter_context(generator_kept(self.world.device))
+            yield
+
+    def _begin(self, kind: str, batch: Any) -> tuple[list[_Part], list[StepNumbers]]:
+        """Everything that can go wrong before ranks wait for one another, and the check that it has not."""
+        error: Exception | None = None
+        parts: list[_Part] = []
+        mine = StepNumbers(0, _KINDS.index(kind), 0, 0, 0)
+        flat: Flat | None = None
+        try:
+            flat = self.on_device(flatten(batch))
+            parts = self._parts(kind, flat)
+            content = content_of(flat.tensors) if self._config.run.check_batches and self.plan.num_stages > 1 else 0
+            size = batch_size_of(flat.tensors)
+            mine = StepNumbers(1, _KINDS.index(kind), digest(_describe(flat)), content, size)
+        except Exception as caught:
+            error = caught
+        return parts, agree_on_step(
+            self.world, self.plan, mine, lambda: f"{_CALLS[kind]} on {'nothing' if flat is None else _describe(flat)}", error
+        )
+
+    def on_device(self, flat: Flat) -> Flat:
+        """The batch with its tensors where this rank computes."""
+        return flat._replace(tensors=tuple(tensor.to(self.world.device, non_blocking=True) for tensor in flat.tensors))
+
+    def _parts(self, kind: str, flat: Flat) -> list[_Part]:
+        """This rank's micro-batches: those of its replica, shared out over the devices of its stage."""
+        size = batch_size_of(flat.tensors)
+        key = self._catalog.model_key()
+        parts: list[_Part] = []
+        for start, stop in cut(size, self.plan.num_micro_batches):
+            shares = cut(stop - start, self.plan.stages[0].device_count)
+            if self._position < len(shares):
+                first, last = (start + place for place in shares[self._position])
+                piece = flat._replace(tensors=take(flat.tensors, size, (first, last)))
+                variant = self._catalog.find(kind, key, piece)
+                self._catalog.bind(variant, self.plan, self.world.rank)
+                parts.append(_Part(piece, variant, first, last - first))
+        return parts
+
+    def _samples(self, everyone: Sequence[StepNumbers]) -> tuple[int, int]:
+        """Samples in the global batch, and in the replicas before this one."""
+        sizes = [everyone[self.plan.ranks_of_replica(r)[0]].num_samples for r in range(self.plan.num_replicas)]
+        return sum(sizes), sum(sizes[: self.replica])
+
+    def _micro_batch(self, part: _Part, num_samples: int, before: int) -> MicroBatch:
+        assert part.variant.bound is not None
+        seed = seed_of(part.variant.graph, self.plan.reduce_method, part.num_samples / num_samples)
+        reseed = reseeder(self.world.device, self.base_seed, self.step, before + part.start)
+        return MicroBatch(part.variant.bound, part.flat.tensors, seed, reseed)
+
+    def _program(self, kind: str, stages: list[StageProgram]) -> Program:
+        key = (kind, tuple(map(id, stages)))
+        if key not in self._programs:
+            make = generate if kind == "train" else lambda _, s, m: forward_only(s, m)
+            actions = make(self.plan.schedule, self.plan.num_stages, len(stages))[self.stage]
+            self._programs[key] = lower_step(self.plan, self.world.rank, actions, stages, train=kind == "train")
+        return self._programs[key]
+
+    def _results(
+        self, parts: Sequence[_Part], micro_batches: Sequence[MicroBatch], num_samples: int, before: int
+    ) -> tuple[PartResult, ...]:
+        return tuple(
+            PartResult(
+                part.num_samples,
+                part.num_samples / num_samples,
+                before + part.start,
+                {**(_plain_parts(part.variant.graph) if self.stage == 0 else {}), **micro_batch.parts},
+            )
+            for part, micro_batch in zip(parts, micro_batches, strict=True)
+        )
+
+    def bound(self, variant: Variant) -> BoundStage:
+        """This rank's stage of a graph."""
+        return self._catalog.bind(variant, self.plan, self.world.rank)
+
+    @property
+    def changes_buffers(self) -> bool:
+        """True if training steps change buffers (running statistics)."""
+        return self.last_variant is not None and _writes_buffers(self.last_variant.graph)
+
+    def close(self) -> None:
+        self.reducer.close()
+
+
+def _plain_parts(graph: Graph) -> dict[str, Any]:
+    """The parts of a step that are plain numbers of this graph (a count of tokens, say), and belong to no stage."""
+    return {out.role: out.value for out in graph.outputs if isinstance(out.value, (int, float))}
+
+
+def _writes_buffers(graph: Graph) -> bool:
+    buffers = {leaf.name for leaf in graph.buffers}
+    return any(name in buffers for op in graph.ops for name in op.writes)
+
+
+def _describe(flat: Flat) -> str:
+    shapes = [f"{path or 'tensor'}: {tuple(t.shape)} {t.dtype}" for path, t in zip(flat.paths, flat.tensors, strict=True)]
+    return f"{flat.structure} with {', '.join(shapes)}"
+
+
+def _sparse_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the weights whose gradients are sparse: those of embeddings with ``sparse=True``."""
+    sparse = {id(getattr(module, "weight", None)) for module in model.modules() if getattr(module, "sparse", False)}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in sparse)

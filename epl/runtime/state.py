@@ -1,0 +1,160 @@
+"""The model's tensors across ranks: equal at the start, only where they are needed, whole on demand.
+
+A tensor that a rank does not hold is *released*: its memory becomes one NaN, expanded to its shape, so that shapes stay
+right and a use by mistake shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from epl.errors import RunError, bulleted
+from epl.planner.plan import ParameterPlan, Plan
+from epl.runtime.agree import agree_on, content_of
+from epl.runtime.world import Group, World
+
+__all__ = ["align_buffers", "gather_state", "load_whole", "make_equal", "model_lines", "release", "tensors_by_path"]
+
+_BROADCAST_BYTES = 32 << 20  # EPL broadcasts initial weights in pieces of 32 MiB
+
+
+def tensors_by_path(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter and buffer once, under its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def model_lines(model: nn.Module) -> list[str]:
+    """One line for each parameter and buffer: what ranks must have in common."""
+    return [
+        f"{path}: {tuple(tensor.shape)} {tensor.dtype} {'trainable' if tensor.requires_grad else 'fixed'}"
+        for path, tensor in tensors_by_path(model).items()
+    ]
+
+
+def make_equal(world: World, model: nn.Module) -> bool:
+    """Give every rank rank 0's weights and buffers; True if some rank had others (another seed, a checkpoint on rank 0).
+
+    Raises:
+        RunError: the ranks' models have different tensors.
+    """
+    agree_on(world, "the model's parameters", model_lines(model))
+    tensors = list(tensors_by_path(model).values())
+    numbers = world.gather_numbers([_fingerprint(tensors)])
+    if all(number == numbers[0] for number in numbers):
+        return False
+    with torch.no_grad(), world.waiting("rank 0's weights"):
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.broadcast(flat, src=0)
+            for tensor, chunk in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(chunk.view(tensor.shape))
+    return True
+
+
+def _fingerprint(tensors: list[torch.Tensor]) -> int:
+    sums = [tensor.detach().sum(dtype=torch.float64) if tensor.dtype != torch.bool else tensor.sum() for tensor in tensors]
+    samples = [tensor.detach().reshape(-1)[:64].cpu() for tensor in tensors]
+    return content_of([*(total.cpu().reshape(1) for total in sums), *samples])
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.dtype), str(tensor.device))):
+        size_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + size_bytes > _BROADCAST_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += size_bytes
+    if bucket:
+        yield bucket
+
+
+def release(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Give up the memory of what this rank's stage does not use."""
+    stage, _, _ = plan.place_of(rank)
+    tensors = tensors_by_path(model)
+    for entry in plan.parameters:
+        if stage not in (entry.stages or (0,)):
+            tensor = tensors[entry.path]
+            fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+            tensor.data = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def is_held(entry: ParameterPlan, stage: int) -> bool:
+    """True if a stage keeps this tensor; what nothing uses stays with stage 0."""
+    return stage in (entry.stages or (0,))
+
+
+def align_buffers(world: World, model: nn.Module, plan: Plan, groups: Mapping[tuple[int, ...], Group]) -> None:
+    """Give every replica the buffers of the first one: running statistics differ where the data do."""
+    if world.size == 1 or plan.num_columns == 1:
+        return
+    stage, _, _ = plan.place_of(world.rank)
+    tensors = tensors_by_path(model)
+    group = groups[(stage,)]
+    with world.waiting(f"the buffers of stage {stage}"):
+        for entry in plan.parameters:
+            if entry.kind == "buffer" and is_held(entry, stage):
+                dist.broadcast(tensors[entry.path].data, src=plan.ranks_of_column(0)[stage], group=group.handle)
+
+
+def gather_state(world: World, model: nn.Module, plan: Plan, *, gradients: bool = False) -> dict[str, torch.Tensor | None]:
+    """Every tensor whole, on every rank, under its first name; with ``gradients`` the parameters' gradients."""
+    tensors = tensors_by_path(model)
+    owners = plan.ranks_of_column(0)
+    found: dict[str, torch.Tensor | None] = {}
+    with torch.no_grad(), world.waiting("the whole model's tensors"):
+        for entry in plan.parameters:
+            if entry.kind == "buffer" and gradients:
+                continue
+            tensor = tensors[entry.path].grad if gradients else tensors[entry.path].detach()
+            found[entry.path] = _from_owner(world, owners[entry.owner], tensor, tensors[entry.path])
+    return found
+
+
+def _from_owner(world: World, owner: int, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    if world.size == 1:
+        return None if tensor is None else _dense(tensor).clone()
+    present = torch.tensor([tensor is not None], device=like.device, dtype=torch.uint8)
+    dist.broadcast(present, src=owner)
+    if not present.item():
+        return None
+    whole = _dense(tensor).clone() if world.rank == owner and tensor is not None else torch.empty_like(like).contiguous()
+    dist.broadcast(whole, src=owner)
+    return whole
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).contiguous()
+
+
+def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]) -> None:
+    """Copy the parts of a whole state dict that this rank holds into the model.
+
+    Raises:
+        RunError: names are missing or unknown, or shapes differ.
+    """
+    stage, _, _ = plan.place_of(rank)
+    tensors = tensors_by_path(model)
+    known = {name: entry for entry in plan.parameters for name in (entry.path, *entry.aliases)}
+    wanted = set(model.state_dict())
+    faults = [f"{name} is missing" for name in sorted(wanted - set(state))]
+    faults += [f"{name} is not in the model" for name in sorted(set(state) - wanted)]
+    for name, value in state.items():
+        entry = known.get(name)
+        if entry is None:
+            continue
+        if tuple(value.shape) != entry.shape:
+            faults.append(f"{name} has shape {tuple(value.shape)}; the model has {entry.shape}")
+        elif is_held(entry, stage):
+            with torch.no_grad():
+                tensors[entry.path].copy_(value)
+    if faults:
+        raise RunError(bulleted("the state dict does not fit the model:", faults))
