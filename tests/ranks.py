@@ -48,6 +48,9 @@ _PRELOAD = (
     "pytest",
     "torch",
     "torch.export",
+    "torch.export._trace",  # what export imports at its first call, half a second of it
+    "torch.export._draft_export",
+    "epl",
     "torch.distributed",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "mixtral")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("resnet", "t5", "vit")),

@@ -9,6 +9,7 @@ guards is captured again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class Catalog:
         self._parameters = list(model.parameters())
         self._attributes = PlainAttributes(model)
         self._variants: dict[Any, list[Variant]] = {}
+        self.around_capture: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def model_key(self) -> tuple[Any, ...]:
         """What in the model decides what forward does."""
@@ -83,7 +85,7 @@ class Catalog:
 
     def _capture(self, kind: str, batch: Flat) -> Variant:
         step = output_step() if kind == "output" else loss_step(self._loss_fn)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.around_capture():
             captured = capture(self._model, step, batch)
         graph = build_taskgraphs(captured.graph, colocate=self._colocate, tasks=self._tasks)
         if self._tasks is None:

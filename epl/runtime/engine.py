@@ -26,7 +26,7 @@ from epl.runtime.logs import write_plan
 from epl.runtime.model import ParallelModel
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
-from epl.runtime.state import align_buffers, gather_state, load_whole, make_equal, release
+from epl.runtime.state import align_buffers, gather_state, load_whole, make_equal, release, whole_shapes
 from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step
 from epl.runtime.world import World
 from epl.scopes import tag_of
@@ -107,6 +107,7 @@ class Engine:
         if make_equal(self._world, self._model) and self._world.rank == 0:
             warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=3)
         release(self._model, plan, self._world.rank)
+        self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
         self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
         if self._world.rank == 0:
             if self._config.run.print_plan:

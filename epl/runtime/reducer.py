@@ -86,10 +86,10 @@ class Reducer:
             else:
                 dense.setdefault(parameter.dtype, []).append((name, parameter))
         share = max(1, max_buckets // max(1, len(dense)))
-        for items in dense.values():
-            for part in _parts(items, share):
-                communicator = group.groups[len(self._buckets) % len(group.groups)]
-                self._add_bucket(communicator, part)
+        # counted within the group: ranks of different stages have different buckets beside it
+        parts = [part for items in dense.values() for part in _parts(items, share)]
+        for place, part in enumerate(parts):
+            self._add_bucket(group.groups[place % len(group.groups)], part)
 
     def _add_bucket(self, group: Group, items: list[tuple[str, torch.nn.Parameter]]) -> None:
         parameters = [parameter for _, parameter in items]

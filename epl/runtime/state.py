@@ -7,8 +7,10 @@ right and a use by mistake shows at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -18,7 +20,7 @@ from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.agree import agree_on, content_of
 from epl.runtime.world import Group, World
 
-__all__ = ["align_buffers", "gather_state", "load_whole", "make_equal", "model_lines", "release", "tensors_by_path"]
+__all__ = ["align_buffers", "gather_state", "load_whole", "make_equal", "model_lines", "release", "tensors_by_path", "whole_shapes"]
 
 _BROADCAST_BYTES = 32 << 20  # EPL broadcasts initial weights in pieces of 32 MiB
 
@@ -81,10 +83,38 @@ def release(model: nn.Module, plan: Plan, rank: int) -> None:
     stage, _, _ = plan.place_of(rank)
     tensors = tensors_by_path(model)
     for entry in plan.parameters:
-        if stage not in (entry.stages or (0,)):
+        if not is_held(entry, stage):
             tensor = tensors[entry.path]
             fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-            tensor.data = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+            tensor.data = torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+@contextmanager
+def whole_shapes(model: nn.Module, plan: Plan, rank: int) -> Iterator[None]:
+    """Released tensors with memory of their own for a while, so that the model can be captured again.
+
+    A capture looks at shapes and strides, not at values; on the CPU the memory is never touched, so it costs nothing.
+    """
+    stage, _, _ = plan.place_of(rank)
+    tensors = tensors_by_path(model)
+    released = [tensors[entry.path] for entry in plan.parameters if not is_held(entry, stage)]
+    data = [tensor.data for tensor in released]
+    for tensor in released:
+        tensor.data = _untouched(tensor)
+    try:
+        yield
+    finally:
+        for tensor, before in zip(released, data, strict=True):
+            tensor.data = before
+
+
+def _untouched(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    count = max(1, tensor.numel() * tensor.element_size())
+    # numpy's zeros are pages that the system gives on first touch, torch's are written at once
+    memory = torch.from_numpy(np.zeros(count, dtype=np.uint8))
+    return memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
 
 def is_held(entry: ParameterPlan, stage: int) -> bool:

@@ -123,7 +123,7 @@ def plain_step(
             weight = 1.0 if "total" in values or setting.plan.reduce_method == "sum" else part.num_samples / total
             objective = values["total"] if "total" in values else values["loss"]
             (objective * weight).backward()
-            losses.append(float(objective) * (1.0 if "total" in values else part.num_samples / total))
+            losses.append(float(objective.detach()) * (1.0 if "total" in values else part.num_samples / total))
             counts.append(float(values.get("count", 0.0)))
     divisor = sum(counts) or 1.0
     scale = 1.0 if setting.plan.reduce_method == "sum" else 1.0 / divisor
