@@ -148,6 +148,4 @@ def data_loader(
             raise ConfigError("epl.data_loader needs to know the replicas: call epl.parallelize before you iterate")
         return chosen.share_of_data(example)
 
-    return ReplicaLoader(
-        dataset, global_batch_size, share, shuffle=shuffle, seed=seed, drop_last=drop_last, **options
-    )
+    return ReplicaLoader(dataset, global_batch_size, share, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)

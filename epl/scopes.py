@@ -58,7 +58,8 @@ class _Ambient:
     tracer: Tracer | None = None
 
 
-_ambient: ContextVar[_Ambient] = ContextVar("epl_scopes", default=_Ambient())
+_NOTHING = _Ambient()
+_ambient: ContextVar[_Ambient] = ContextVar("epl_scopes", default=_NOTHING)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 
 from epl.capture.export import Exported
@@ -246,7 +247,7 @@ def _inline(node: fx.Node, building: _Building, region: _Region, kind: str) -> N
 
 def _target_text(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):  # the class of every ATen operator; there is no public name for it
+    if isinstance(target, OpOverload):  # the class of every ATen operator; there is no public name for it
         text = str(target)
         if text.startswith(FUNCTION_LIBRARY):
             return f"function.{text.split('.')[1]}"
@@ -298,7 +299,7 @@ def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:
     if draws:
         op = replace(op, random=building.num_draws)
         building.num_draws += draws
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return op
     return replace(op, writes=_writes(op, node.target), views=_views(op, node.target))
 

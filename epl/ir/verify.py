@@ -73,16 +73,14 @@ def _tasks(graph: Graph) -> Iterator[str]:
 def _writes(graph: Graph) -> Iterator[str]:
     """A value that changes in place must change where it lives, before other TaskGraphs get it."""
     last_write = {name: (place, op) for place, op in enumerate(graph.ops) for name in op.writes}
-    for place, op in enumerate(graph.ops):
-        for name in op.reads:
-            if name in last_write and last_write[name][1].task != op.task:
-                when, writer = last_write[name]
-                leaf = name in graph.leaves
-                if leaf or place < when:
-                    yield (
-                        f"{_at(op)} in TaskGraph {op.task} uses {name}, which {_at(writer)} in TaskGraph "
-                        f"{writer.task} changes in place"
-                    )
+    reads = [(place, op, name) for place, op in enumerate(graph.ops) for name in op.reads if name in last_write]
+    for place, op, name in reads:
+        when, writer = last_write[name]
+        if writer.task != op.task and name in graph.op_by_name and place < when:
+            yield (
+                f"{_at(op)} in TaskGraph {op.task} uses {name}, which {_at(writer)} in TaskGraph {writer.task} "
+                "changes in place later"
+            )
 
 
 def _outputs(graph: Graph) -> Iterator[str]:

@@ -13,7 +13,9 @@ def plan_table(plan: Plan) -> str:
     rows += [_row(plan, stage) for stage in plan.stages]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_head(plan)]
-    lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     lines += [f"  {line}" for line in (*_tied(plan), *plan.notes)]
     return "\n".join(lines)
 
@@ -34,7 +36,15 @@ def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
     ranks = " ".join("{" + ",".join(map(str, replica)) + "}" for replica in stage.ranks)
     in_flight = plan.peak_in_flight[stage.index] if plan.peak_in_flight else 0
     kind = f"{stage.kind}({stage.device_count})"
-    return (f"{stage.index} {stage.name}", kind, ranks, f"{count:,}", size_text(size), str(in_flight), _receives(plan, stage))
+    return (
+        f"{stage.index} {stage.name}",
+        kind,
+        ranks,
+        f"{count:,}",
+        size_text(size),
+        str(in_flight),
+        _receives(plan, stage),
+    )
 
 
 def _receives(plan: Plan, stage: StagePlan) -> str:

@@ -24,9 +24,7 @@ from epl.planner.mutation import copy_before_foreign_writes, mutation_groups
 __all__ = ["build_taskgraphs"]
 
 
-def build_taskgraphs(
-    graph: Graph, *, colocate: bool = False, tasks: tuple[StrategySpec, ...] | None = None
-) -> Graph:
+def build_taskgraphs(graph: Graph, *, colocate: bool = False, tasks: tuple[StrategySpec, ...] | None = None) -> Graph:
     """The graph with every operator in a TaskGraph.
 
     Args:
@@ -35,7 +33,8 @@ def build_taskgraphs(
         tasks: The TaskGraphs of the plan, for another graph of the same model; None to take the graph's own.
 
     Raises:
-        StrategyError: the graph has a TaskGraph that the plan does not know, or the model returns to an earlier TaskGraph on other devices; names both modules.
+        StrategyError: the graph has a TaskGraph that the plan does not know, or the model returns to an earlier
+            TaskGraph on other devices; names both modules.
     """
     graph = _without_dead_ops(graph)
     if tasks is None:
@@ -48,7 +47,7 @@ def build_taskgraphs(
     graph = copy_before_foreign_writes(graph)
     if not colocate:
         _refuse_returns(graph)
-    _refuse_shared_state(graph)
+        _refuse_shared_state(graph)
     return verify(graph, after="building TaskGraphs")
 
 
@@ -140,10 +139,9 @@ def _keep_mutations_together(graph: Graph, places: dict[str, int]) -> None:
     """Untagged operators on a value that changes in place stay where the value is made."""
     for group in mutation_groups(graph):
         ops = [op for op in graph.ops if op.name in group and op.name in places]
-        if ops:
-            for op in ops[1:]:
-                if op.tag is None:
-                    places[op.name] = max(places[op.name], places[ops[0].name])
+        for op in ops[1:]:
+            if op.tag is None:
+                places[op.name] = max(places[op.name], places[ops[0].name])
 
 
 def _placed(graph: Graph, places: dict[str, int], free: set[str]) -> tuple[Op, ...]:

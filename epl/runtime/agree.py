@@ -77,7 +77,9 @@ def agree_on(world: World, what: str, description: Sequence[str]) -> None:
                 lines.append(f"rank 0 has {len(texts[0])} entries, rank {rank} has {len(other)}")
             else:
                 lines.append(f"rank 0 has {texts[0][place]!r}, rank {rank} has {other[place]!r}")
-    raise RunError(bulleted(f"the ranks do not agree on {what}; all must be started with the same script and data:", lines))
+    raise RunError(
+        bulleted(f"the ranks do not agree on {what}; all must be started with the same script and data:", lines)
+    )
 
 
 class StepNumbers(NamedTuple):

@@ -148,4 +148,3 @@ def _tensor_at(model: nn.Module, path: str) -> torch.Tensor:
 
 def _no_draws(_: int) -> None:
     """A guard draws no random numbers."""
-

@@ -55,9 +55,10 @@ class Channels:
             for column in range(plan.num_columns):
                 ranks = plan.ranks_of_column(column)
                 for backward in (False, True):
-                    pair = (ranks[source], ranks[target])
-                    key = (*reversed(pair), backward) if backward else (*pair, backward)
-                    self._groups[key] = self._world.group(pair, f"{'backward' if backward else 'forward'} {pair}")
+                    first, last = (target, source) if backward else (source, target)
+                    pair = (ranks[first], ranks[last])
+                    group = self._world.group(pair, f"{'backward' if backward else 'forward'} {pair}")
+                    self._groups[(*pair, backward)] = group
 
     def _handle(self, source: int, target: int, backward: bool) -> Any:
         if not self._by_pair:

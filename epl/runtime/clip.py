@@ -42,7 +42,13 @@ def _norm(gradients: list[torch.Tensor], norm_type: float, device: torch.device)
 
 
 def clip_grad_norm(
-    world: World, model: nn.Module, plan: Plan, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    world: World,
+    model: nn.Module,
+    plan: Plan,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 

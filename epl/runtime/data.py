@@ -38,7 +38,9 @@ class ReplicaLoader:
             raise ConfigError(f"global_batch_size={global_batch_size!r}: it must be an int of at least 1")
         taken = sorted({"batch_size", "sampler", "batch_sampler"} & set(options))
         if taken:
-            raise ConfigError(f"epl.data_loader sets {', '.join(taken)} itself; give global_batch_size, shuffle and seed")
+            raise ConfigError(
+                f"epl.data_loader sets {', '.join(taken)} itself; give global_batch_size, shuffle and seed"
+            )
         self.dataset, self.global_batch_size = dataset, global_batch_size
         self._share, self._shuffle, self._seed, self._drop_last = share, shuffle, seed, drop_last
         self._options = options
@@ -60,7 +62,7 @@ class ReplicaLoader:
         # a replica without samples loads one and drops it, for the form of its batch
         loader = DataLoader(
             self.dataset,
-            batch_sampler=[share or batch[:1] for share, batch in zip(shares, batches, strict=True)],
+            batch_sampler=[share or list(batch[:1]) for share, batch in zip(shares, batches, strict=True)],
             **self._options,
         )
         self.epoch += 1

@@ -258,7 +258,9 @@ class Engine:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip by the global norm, as ``torch.nn.utils.clip_grad_norm_`` would in one process; returns the norm.
 
         Each parameter counts once, whether it is tied, replicated or cut over stages.

@@ -6,6 +6,7 @@ piece of the autograd graph) and the values it gave (where the gradients from la
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,14 +100,11 @@ class Executor:
 
     def _place(self, error: BaseException) -> str:
         """The operator, and the user's line, that a stage's function was at."""
-        for micro_batch in self._micro_batches:
-            code, trace = micro_batch.stage.code, error.__traceback__
-            while trace is not None:
-                if trace.tb_frame.f_code.co_filename == code.file:
-                    op = code.op_at(trace.tb_lineno)
-                    if op is not None:
-                        return f", {op.name} = {op.target} of module {op.module or 'the model'}, at {op.source}"
-                trace = trace.tb_next
+        codes = {micro_batch.stage.code.file: micro_batch.stage.code for micro_batch in self._micro_batches}
+        for frame in traceback.extract_tb(error.__traceback__):
+            op = codes[frame.filename].op_at(frame.lineno or 0) if frame.filename in codes else None
+            if op is not None:
+                return f", {op.name} = {op.target} of module {op.module or 'the model'}, at {op.source}"
         return ""
 
     def _post_receive(self, instruction: PostReceive) -> None:
@@ -173,4 +171,3 @@ def _gradient_of(value: torch.Tensor) -> torch.Tensor:
 def _what(value: str, action: Action) -> str:
     kind = "the gradient of" if action.kind is Kind.BACKWARD else "the value"
     return f"{kind} {value} for {action}"
-

@@ -182,7 +182,13 @@ class Reducer:
         with self._world.waiting(f"the sparse gradient of {name} from ranks {list(group.ranks)}"):
             counts = _all_gather(torch.tensor([rows, int(is_dense), int(gradient is not None)]), group)
             if any(int(count[1]) for count in counts):
-                dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() if not is_dense else gradient
+                dense = (
+                    torch.zeros_like(parameter)
+                    if gradient is None
+                    else gradient.to_dense()
+                    if not is_dense
+                    else gradient
+                )
                 dist.all_reduce(dense, group=group.handle)
                 parameter.grad = dense
             elif any(int(count[2]) for count in counts):

@@ -101,7 +101,11 @@ def _loss(merged: dict[str, Any]) -> tuple[float, float | None]:
 
 
 def _loss_types(graph: Graph) -> list[torch.dtype]:
-    types = [graph.type_of(out.value.name) for out in graph.outputs if isinstance(out.value, Ref) and out.role in ("loss", "total")]
+    types = [
+        graph.type_of(out.value.name)
+        for out in graph.outputs
+        if isinstance(out.value, Ref) and out.role in ("loss", "total")
+    ]
     return [kind.dtype for kind in types if isinstance(kind, TensorType)]
 
 
@@ -126,9 +130,10 @@ def _weighted_sums(roles: list[str], results: Sequence[PartResult]) -> torch.Ten
 
 
 def _scalar(value: float, graph: Graph, source: Any, device: torch.device) -> torch.Tensor:
+    """A mean in the type that the model gave it; whole numbers become float64."""
     kind = graph.type_of(source.name) if isinstance(source, Ref) else None
-    floating = isinstance(kind, TensorType) and kind.dtype.is_floating_point
-    return torch.tensor(value, dtype=kind.dtype if floating else torch.float64, device=device)
+    dtype = kind.dtype if isinstance(kind, TensorType) and kind.dtype.is_floating_point else torch.float64
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _joined(
@@ -160,10 +165,15 @@ def join_outputs(world: World, plan: Plan, output: OutputForm, results: Sequence
     Tensors whose first dimension is the samples are joined, single numbers are averaged by samples; another tensor must
     come from one part only.
     """
-    mine = [(part.first_sample, part.num_samples, {role: value.cpu() for role, value in part.parts.items()}) for part in results]
+    mine = [
+        (part.first_sample, part.num_samples, {role: value.cpu() for role, value in part.parts.items()})
+        for part in results
+    ]
     everyone = world.gather(mine)
     _, replica, _ = plan.place_of(world.rank)
-    parts = sorted((part for rank in plan.ranks_of_replica(replica) for part in everyone[rank]), key=lambda part: part[0])
+    parts = sorted(
+        (part for rank in plan.ranks_of_replica(replica) for part in everyone[rank]), key=lambda part: part[0]
+    )
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for _, num_samples, values in parts:
         for role, value in values.items():

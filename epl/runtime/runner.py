@@ -153,7 +153,11 @@ class Runner:
         except Exception as caught:
             error = caught
         return parts, agree_on_step(
-            self.world, self.plan, mine, lambda: f"{_CALLS[kind]} on {'nothing' if flat is None else _describe(flat)}", error
+            self.world,
+            self.plan,
+            mine,
+            lambda: f"{_CALLS[kind]} on {'nothing' if flat is None else _describe(flat)}",
+            error,
         )
 
     def on_device(self, flat: Flat) -> Flat:
@@ -231,7 +235,9 @@ def _writes_buffers(graph: Graph) -> bool:
 
 
 def _describe(flat: Flat) -> str:
-    shapes = [f"{path or 'tensor'}: {tuple(t.shape)} {t.dtype}" for path, t in zip(flat.paths, flat.tensors, strict=True)]
+    shapes = [
+        f"{path or 'tensor'}: {tuple(t.shape)} {t.dtype}" for path, t in zip(flat.paths, flat.tensors, strict=True)
+    ]
     return f"{flat.structure} with {', '.join(shapes)}"
 
 

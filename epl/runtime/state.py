@@ -20,7 +20,16 @@ from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.agree import agree_on, content_of
 from epl.runtime.world import Group, World
 
-__all__ = ["align_buffers", "gather_state", "load_whole", "make_equal", "model_lines", "release", "tensors_by_path", "whole_shapes"]
+__all__ = [
+    "align_buffers",
+    "gather_state",
+    "load_whole",
+    "make_equal",
+    "model_lines",
+    "release",
+    "tensors_by_path",
+    "whole_shapes",
+]
 
 _BROADCAST_BYTES = 32 << 20  # EPL broadcasts initial weights in pieces of 32 MiB
 
@@ -59,7 +68,9 @@ def make_equal(world: World, model: nn.Module) -> bool:
 
 
 def _fingerprint(tensors: list[torch.Tensor]) -> int:
-    sums = [tensor.detach().sum(dtype=torch.float64) if tensor.dtype != torch.bool else tensor.sum() for tensor in tensors]
+    sums = [
+        tensor.detach().sum(dtype=torch.float64) if tensor.dtype != torch.bool else tensor.sum() for tensor in tensors
+    ]
     samples = [tensor.detach().reshape(-1)[:64].cpu() for tensor in tensors]
     return content_of([*(total.cpu().reshape(1) for total in sums), *samples])
 
@@ -135,7 +146,9 @@ def align_buffers(world: World, model: nn.Module, plan: Plan, groups: Mapping[tu
                 dist.broadcast(tensors[entry.path].data, src=plan.ranks_of_column(0)[stage], group=group.handle)
 
 
-def gather_state(world: World, model: nn.Module, plan: Plan, *, gradients: bool = False) -> dict[str, torch.Tensor | None]:
+def gather_state(
+    world: World, model: nn.Module, plan: Plan, *, gradients: bool = False
+) -> dict[str, torch.Tensor | None]:
     """Every tensor whole, on every rank, under its first name; with ``gradients`` the parameters' gradients."""
     tensors = tensors_by_path(model)
     owners = plan.ranks_of_column(0)
@@ -156,7 +169,9 @@ def _from_owner(world: World, owner: int, tensor: torch.Tensor | None, like: tor
     dist.broadcast(present, src=owner)
     if not present.item():
         return None
-    whole = _dense(tensor).clone() if world.rank == owner and tensor is not None else torch.empty_like(like).contiguous()
+    whole = (
+        _dense(tensor).clone() if world.rank == owner and tensor is not None else torch.empty_like(like).contiguous()
+    )
     dist.broadcast(whole, src=owner)
     return whole
 

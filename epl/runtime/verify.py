@@ -167,7 +167,8 @@ def _whole(batches: Sequence[Flat]) -> _Part:
     sizes = [batch_size_of(batch.tensors) for batch in batches]
     columns = zip(*(batch.tensors for batch in batches), strict=True)
     tensors = tuple(
-        torch.cat(list(column)) if column[0].ndim and column[0].shape[0] == sizes[0] else column[0] for column in columns
+        torch.cat(list(column)) if column[0].ndim and column[0].shape[0] == sizes[0] else column[0]
+        for column in columns
     )
     return _Part(first._replace(tensors=tensors), 0, sum(sizes))
 
@@ -200,7 +201,9 @@ def compare(
         tolerance = max((_TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=1e-4)
     found = [_number("loss", reference.loss, float(loss))]
     found.append(_number("global norm", _norm(reference.gradients), _norm(gradients)))
-    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g is not None and g.numel()), default=0.0)
+    largest = max(
+        (float(g.abs().max()) for g in reference.gradients.values() if g is not None and g.numel()), default=0.0
+    )
     entries = {entry.path: entry for entry in plan.parameters}
     tensors = [
         _tensor(path, expected, gradients.get(path), _FLOOR * largest, entries[path].stages)
@@ -254,10 +257,11 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # a released buffer (one element, expanded) has nothing to put back
+        held = [(buffer, value) for buffer, value in saved if buffer.stride() == value.stride()]
         with torch.no_grad():
-            for buffer, value in saved:
-                if buffer.stride() == value.stride():
-                    buffer.copy_(value)
+            for buffer, value in held:
+                buffer.copy_(value)
 
 
 def gather_batches(world: World, plan: Plan, batch: Any) -> list[Flat]:

@@ -165,10 +165,7 @@ def connect(cluster: Cluster, config: Config) -> World:
     if cluster.world_size == 1 and not dist.is_initialized():
         return World(0, 1, device, timeout_s, Group((0,)))
     owns = not dist.is_initialized()
-    if owns:
-        store = _start_process_group(cluster, device, timeout_s)
-    else:
-        store = _store_beside(cluster, timeout_s)
+    store = _start_process_group(cluster, device, timeout_s) if owns else _store_beside(cluster, timeout_s)
     if dist.get_world_size() != cluster.world_size:
         raise RunError(
             f"torch's process group has {dist.get_world_size()} ranks, the environment says {cluster.world_size}; "

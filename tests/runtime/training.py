@@ -77,7 +77,11 @@ def build(job: Job) -> nn.Module:
 
 def train(rank: int, job: Job) -> tuple[Any, ...]:
     """Train on one rank; gives what `Reference` holds."""
-    settings = {"pipeline.num_micro_batch": job.micro_batches, "pipeline.strategy": job.schedule, "run.print_plan": False}
+    settings = {
+        "pipeline.num_micro_batch": job.micro_batches,
+        "pipeline.strategy": job.schedule,
+        "run.print_plan": False,
+    }
     epl.init(epl.Config({**settings, **job.config}))
     model = build(job)
     engine = epl.parallelize(model, make_optimizer(model), loss_fn=CASES[job.case].loss_fn)
