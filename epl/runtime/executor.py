@@ -28,6 +28,7 @@ from epl.program.instructions import (
 )
 from epl.runtime.channels import Channels, Pending
 from epl.runtime.reducer import Reducer
+from epl.runtime.watch import Watch
 from epl.schedule import Action, Kind
 
 __all__ = ["BoundStage", "Executor", "MicroBatch"]
@@ -68,8 +69,8 @@ class MicroBatch:
 class Executor:
     """Runs programs on one rank."""
 
-    def __init__(self, channels: Channels, reducer: Reducer) -> None:
-        self._channels = channels
+    def __init__(self, channels: Channels, reducer: Reducer, watch: Watch) -> None:
+        self._channels, self._watch = channels, watch
         self._reducer = reducer
         self._micro_batches: Sequence[MicroBatch] = ()
         self._posted: dict[Action, list[Pending]] = {}
@@ -90,8 +91,10 @@ class Executor:
             with record_function(f"epl {instruction}"):
                 self._run_one(instruction)
         self._channels.finish_sends()
+        self._watch.now("the script, after a step")
 
     def _run_one(self, instruction: Instruction) -> None:
+        self._watch.now(instruction)
         try:
             self._run[type(instruction)](instruction)
         except Exception as error:

@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from epl.batch import Flat, batch_size_of, cut, flatten, take
 from epl.config import Config
-from epl.errors import RunError
+from epl.errors import RunError, bulleted
 from epl.ir.graph import Graph
 from epl.planner.plan import Plan
 from epl.program.instructions import Program, StageProgram
@@ -27,7 +27,7 @@ from epl.runtime.catalog import Catalog, Variant
 from epl.runtime.channels import Channels
 from epl.runtime.executor import BoundStage, Executor, MicroBatch
 from epl.runtime.reducer import ReduceGroup, Reducer
-from epl.runtime.results import PartResult, seed_of
+from epl.runtime.results import PartResult, kind_of_part, seed_of
 from epl.runtime.rng import generator_kept, reseeder
 from epl.runtime.world import Group, World
 from epl.schedule import forward_only, generate
@@ -65,12 +65,13 @@ class Runner:
         self._config, self._catalog = config, catalog
         self.stage, self.replica, self._position = plan.place_of(world.rank)
         self.groups = self._make_groups()
-        self.reducer = Reducer(world, self._reduce_groups(), plan.max_buckets)
-        self._executor = Executor(Channels(world, plan), self.reducer)
+        self._channels = Channels(world, plan)
+        self._parameters = dict(model.named_parameters())
+        self._reduce(self._find_trainable())
         self._programs: dict[Any, Program] = {}
         self.base_seed = int(world.gather(torch.initial_seed())[0])
         self.step = 0
-        self.last_variant: Variant | None = None
+        self._last: dict[str, Variant] = {}  # the graph that each kind of step used last
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -81,19 +82,25 @@ class Runner:
         ordered = sorted(sets, key=lambda stages: (len(stages), stages))
         return {stages: self.world.group(self.plan.ranks_of_stages(stages)) for stages in ordered}
 
+    def _reduce(self, trainable: frozenset[str]) -> None:
+        """Reduce the gradients of these parameters from here on: users freeze and thaw parameters between steps."""
+        self._trainable = trainable
+        self.reducer = Reducer(self.world, self._reduce_groups(), self.plan.max_buckets)
+        self._executor = Executor(self._channels, self.reducer, self.world.watch)
+
+    def _find_trainable(self) -> frozenset[str]:
+        return frozenset([name for name, parameter in self._parameters.items() if parameter.requires_grad])
+
     def _reduce_groups(self) -> list[ReduceGroup]:
-        tensors = dict(self.model.named_parameters())
         sparse = frozenset() if self.plan.sparse_as_dense else _sparse_parameters(self.model)
         found: list[ReduceGroup] = []
         for stages, group in self.groups.items():
             names = tuple(
-                entry.path
-                for entry in self.plan.parameters
-                if entry.kind == "parameter" and entry.trainable and entry.stages == stages
+                entry.path for entry in self.plan.parameters if entry.path in self._trainable and entry.stages == stages
             )
             communicators = self._communicators(group) if group.size > 1 and names else (group,)
             if self.stage in stages and group.size > 1 and names:
-                found.append(ReduceGroup(communicators, names, tuple(tensors[name] for name in names), sparse))
+                found.append(ReduceGroup(communicators, names, tuple(self._parameters[name] for name in names), sparse))
         return found
 
     def _communicators(self, group: Group) -> tuple[Group, ...]:
@@ -111,6 +118,9 @@ class Runner:
         """
         parts, everyone = self._begin(kind, batch)
         num_samples, before = self._samples(everyone)
+        if self._find_trainable() != self._trainable:
+            self.reducer.close()
+            self._reduce(self._find_trainable())
         micro_batches = [self._micro_batch(part, num_samples, before) for part in parts]
         stages = [micro_batch.stage.program for micro_batch in micro_batches]
         program = self._program(kind, stages)
@@ -118,16 +128,12 @@ class Runner:
             with self._context(kind, parts):
                 self._executor.run(program, micro_batches)
         except Exception as error:
-            self.world.report_failure(error)
+            self.world.watch.report_failure(error)
             raise
         if kind == "train":
             self.step += 1
-        variant = parts[0].variant if parts else self.last_variant
-        if variant is None:
-            raise RunError("the first batch of a rank must hold at least one sample")
-        self.last_variant = variant
-        results = self._results(parts, micro_batches, num_samples, before)
-        return Ran(variant, results, num_samples)
+        results = self._results(parts, micro_batches, before)
+        return Ran(self._last[kind], results, num_samples)
 
     @contextlib.contextmanager
     def _context(self, kind: str, parts: Sequence[_Part]) -> Any:
@@ -142,23 +148,45 @@ class Runner:
         """Everything that can go wrong before ranks wait for one another, and the check that it has not."""
         error: Exception | None = None
         parts: list[_Part] = []
-        mine = StepNumbers(0, _KINDS.index(kind), 0, 0, 0)
-        flat: Flat | None = None
+        mine = StepNumbers(0, _KINDS.index(kind), 0, 0, 0, 0)
+        call, form = f"{_CALLS[kind]} on nothing", ""
         try:
             flat = self.on_device(flatten(batch))
+            call = f"{_CALLS[kind]} on {_describe(flat)}"
             parts = self._parts(kind, flat)
-            content = content_of(flat.tensors) if self._config.run.check_batches and self.plan.num_stages > 1 else 0
+            form = self._form(kind, flat, parts)
+            check = self._config.run.check_batches and len(self.plan.ranks_of_replica(0)) > 1
+            content = content_of(flat.tensors) if check else 0
             size = batch_size_of(flat.tensors)
-            mine = StepNumbers(1, _KINDS.index(kind), digest(_describe(flat)), content, size)
+            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size)
         except Exception as caught:
             error = caught
-        return parts, agree_on_step(
-            self.world,
-            self.plan,
-            mine,
-            lambda: f"{_CALLS[kind]} on {'nothing' if flat is None else _describe(flat)}",
-            error,
-        )
+        return parts, agree_on_step(self.world, self.plan, mine, (call, form), error)
+
+    def _form(self, kind: str, flat: Flat, parts: Sequence[_Part]) -> str:
+        """What the step gives, line by line: ranks can only merge it if it is the same on all of them.
+
+        Raises:
+            RunError: micro-batches of this rank give different things.
+        """
+        if not parts:  # a batch without samples has no graph of its own
+            self._last[kind] = self._last.get(kind) or self._sample(kind, flat)
+        else:
+            self._last[kind] = parts[0].variant
+        forms = {_form(variant.graph): None for variant in (*(part.variant for part in parts), self._last[kind])}
+        if len(forms) > 1:
+            raise RunError(bulleted("the micro-batches of one step give different results:", list(forms)))
+        gradients = (f"the gradient of {name}" for name in sorted(self._find_trainable()))
+        return "\n".join([next(iter(forms)), *gradients])
+
+    def _sample(self, kind: str, flat: Flat) -> Variant:
+        """The graph for one sample like those of a batch that leaves this rank none."""
+        size = batch_size_of(flat.tensors)
+        if size:
+            tensors = take(flat.tensors, size, (0, 1))
+        else:
+            tensors = tuple(t.new_zeros(1, *t.shape[1:]) if t.shape[:1] == (0,) else t for t in flat.tensors)
+        return self._catalog.find(kind, self._catalog.model_key(), flat._replace(tensors=tensors))
 
     def on_device(self, flat: Flat) -> Flat:
         """The batch with its tensors where this rank computes."""
@@ -182,6 +210,8 @@ class Runner:
     def _samples(self, everyone: Sequence[StepNumbers]) -> tuple[int, int]:
         """Samples in the global batch, and in the replicas before this one."""
         sizes = [everyone[self.plan.ranks_of_replica(r)[0]].num_samples for r in range(self.plan.num_replicas)]
+        if not any(sizes):
+            raise RunError("the global batch is empty: no replica was given a sample")
         return sum(sizes), sum(sizes[: self.replica])
 
     def _micro_batch(self, part: _Part, num_samples: int, before: int) -> MicroBatch:
@@ -199,12 +229,11 @@ class Runner:
         return self._programs[key]
 
     def _results(
-        self, parts: Sequence[_Part], micro_batches: Sequence[MicroBatch], num_samples: int, before: int
+        self, parts: Sequence[_Part], micro_batches: Sequence[MicroBatch], before: int
     ) -> tuple[PartResult, ...]:
         return tuple(
             PartResult(
                 part.num_samples,
-                part.num_samples / num_samples,
                 before + part.start,
                 {**(_plain_parts(part.variant.graph) if self.stage == 0 else {}), **micro_batch.parts},
             )
@@ -218,10 +247,15 @@ class Runner:
     @property
     def changes_buffers(self) -> bool:
         """True if training steps change buffers (running statistics)."""
-        return self.last_variant is not None and _writes_buffers(self.last_variant.graph)
+        return "train" in self._last and _writes_buffers(self._last["train"].graph)
 
     def close(self) -> None:
         self.reducer.close()
+
+
+def _form(graph: Graph) -> str:
+    """The parts that ranks merge: numbers, and tensors that are joined."""
+    return ", ".join(f"{out.role} ({kind})" for out in graph.outputs if (kind := kind_of_part(graph, out.value)))
 
 
 def _plain_parts(graph: Graph) -> dict[str, Any]:

@@ -5,9 +5,9 @@ One rank is the degenerate case: a world of one has groups of one, whose collect
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from epl.cluster import Cluster
 from epl.config import Config
-from epl.errors import ConfigError, RunError
+from epl.errors import ConfigError, RunError, bulleted
+from epl.runtime.watch import Watch
 
 __all__ = ["Group", "World", "connect"]
 
-_FAILURE_KEY = "epl/failure"
 _GRACE_S = 5.0  # how long a rank that lost its peer looks for the reason
 
 
@@ -48,7 +48,7 @@ class World:
         device: Where this rank computes.
         timeout_s: Limit on each wait for another rank, in seconds.
         control: All ranks, over the CPU: checks and small messages.
-        store: Key-value store that all ranks reach; None in a world of one.
+        watch: What this rank is doing, for the others.
         owns_process_group: True if `connect` made torch's process group.
     """
 
@@ -57,7 +57,7 @@ class World:
     device: torch.device
     timeout_s: float
     control: Group
-    store: Any = None
+    watch: Watch
     owns_process_group: bool = False
     _groups: dict[tuple[tuple[int, ...], str], Group] = field(default_factory=dict)
 
@@ -110,44 +110,33 @@ class World:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Any:
         """Turn a failed wait into an error that says what was waited for, and why the other rank is gone."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, RunError):
-                raise
-            raise self.lost(what, error) from error
+        with self.watch.waiting(what):
+            try:
+                yield
+            except RuntimeError as error:
+                if isinstance(error, RunError):
+                    raise
+                raise self._lost(what, error) from error
 
-    def report_failure(self, error: BaseException) -> None:
-        """Leave word of this rank's error for the others, who will lose their connection to it."""
-        if self.store is not None:
-            with contextlib.suppress(RuntimeError):
-                text = f"{type(error).__name__}: {error}"
-                self.store.compare_set(_FAILURE_KEY, "", f"rank {self.rank} failed with {text}")
-
-    def lost(self, what: str, error: BaseException) -> RunError:
-        """The error of a rank whose wait failed: the first failure that a rank reported, else what is known."""
-        reported = self._reported_failure()
+    def _lost(self, what: str, error: BaseException) -> RunError:
+        """The error of a rank whose wait failed: the first failure that a rank reported, else what the others do."""
+        ran_out = "imed out" in str(error)
+        reported = self.watch.failure(0.0 if ran_out else min(_GRACE_S, self.timeout_s))
         if reported is not None:
             return RunError(f"{reported}\n  (rank {self.rank} was waiting for {what})")
         reason = str(error).strip().splitlines()
         return RunError(
-            f"rank {self.rank} waited for {what} and lost the connection or ran out of time "
-            f"(communication.timeout is {self.timeout_s:g} s): {reason[-1] if reason else type(error).__name__}"
+            bulleted(
+                f"rank {self.rank} waited for {what} and "
+                + (f"{self.timeout_s:g} s (communication.timeout) have passed" if ran_out else "lost the connection")
+                + f": {reason[-1] if reason else type(error).__name__}. The other ranks, those to look at first:",
+                self.watch.ask_all(),
+            )
         )
-
-    def _reported_failure(self) -> str | None:
-        deadline = time.monotonic() + min(_GRACE_S, self.timeout_s)
-        while self.store is not None and time.monotonic() < deadline:
-            try:
-                if self.store.check([_FAILURE_KEY]):
-                    return self.store.get(_FAILURE_KEY).decode()
-            except RuntimeError:
-                return None  # the store went with the rank that held it
-            time.sleep(0.05)
-        return None
 
     def close(self) -> None:
         """End torch's process group, if `connect` made it."""
+        self.watch.close()
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._groups.clear()
@@ -163,7 +152,7 @@ def connect(cluster: Cluster, config: Config) -> World:
     device = _device(cluster, config)
     timeout_s = config.communication.timeout
     if cluster.world_size == 1 and not dist.is_initialized():
-        return World(0, 1, device, timeout_s, Group((0,)))
+        return World(0, 1, device, timeout_s, Group((0,)), Watch(0, 1, None))
     owns = not dist.is_initialized()
     store = _start_process_group(cluster, device, timeout_s) if owns else _store_beside(cluster, timeout_s)
     if dist.get_world_size() != cluster.world_size:
@@ -174,7 +163,9 @@ def connect(cluster: Cluster, config: Config) -> World:
     everyone = tuple(range(cluster.world_size))
     backend = "gloo" if dist.get_backend() != "gloo" else None
     handle = dist.new_group(list(everyone), backend=backend, timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), len(everyone), device, timeout_s, Group(everyone, handle), store, owns)
+    watch = Watch(dist.get_rank(), len(everyone), store)
+    atexit.register(watch.close)  # a thread inside the store must not outlive the interpreter
+    return World(dist.get_rank(), len(everyone), device, timeout_s, Group(everyone, handle), watch, owns)
 
 
 def _start_process_group(cluster: Cluster, device: torch.device, timeout_s: float) -> Any:
@@ -184,7 +175,8 @@ def _start_process_group(cluster: Cluster, device: torch.device, timeout_s: floa
     wait = timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(dist.rendezvous("env://", cluster.rank, cluster.world_size, timeout=wait))
-        store = dist.PrefixStore("epl", store)
+        # an elastic restart meets at the same store; what an earlier attempt left there must not count
+        store = dist.PrefixStore(f"epl{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=wait
         )
