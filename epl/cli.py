@@ -2,6 +2,8 @@
 
     epl launch --nproc 8 train.py --lr 1e-4       run a script on 8 devices of this machine
     epl launch --nproc 8 -m package.train         the same for a module
+    epl launch --nproc 8 --trace out/t.json ...   and write a timeline of its first steps
+    epl verify --nproc 4 train.py                 compare its first step with one process, print the table and end
 
 A flag exists only for what has to be known before the script runs. The model, the strategy and every setting of EPL
 belong to the script, whose own arguments are passed on untouched.
@@ -10,6 +12,7 @@ belong to the script, whose own arguments are passed on untouched.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="epl", description="Train a PyTorch model in parallel.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     _add_launch(verbs)
+    _add_verify(verbs)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
@@ -58,6 +62,12 @@ def _add_launch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "LOGLEVEL=INFO shows what torch's elastic agent does.",
         allow_abbrev=False,
     )
+    _add_options(parser)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline of the first training steps here")
+    parser.set_defaults(run=_launch, trace=None)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nproc", type=int, metavar="N", help="ranks on this node (default: one per accelerator, or 1)")
     add("--nnodes", type=int, metavar="N", default=1, help="number of nodes; start this command on each (default: 1)")
@@ -69,10 +79,29 @@ def _add_launch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     # The script and everything after it, even what looks like one of the flags above. A positional argument of its own
     # for the script would not do: argparse then takes a "--" after it for its own.
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=_launch)
+
+
+def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "verify",
+        help="compare a script's first training step with one plain process",
+        usage="epl verify [options] script.py [arguments of the script]",
+        description="Run a script under its own plan up to its first training step, do that step on a few samples, and "
+        "compare loss, global norm and every gradient with the plain model in one process. Exit code 1 if any differs.",
+        allow_abbrev=False,
+    )
+    _add_options(parser)
+    parser.set_defaults(run=_verify)
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    os.environ["EPL_DEBUG_VERIFY_ONLY"] = "true"
+    return _launch(parsed)
 
 
 def _launch(parsed: argparse.Namespace) -> int:
+    if getattr(parsed, "trace", None) is not None:
+        os.environ["EPL_RUN_TRACE"] = str(parsed.trace.absolute())
     command = parsed.command
     if command[:1] == ["--"]:  # `epl launch --nproc 2 -- train.py`; argparse leaves it in place
         command = command[1:]

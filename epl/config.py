@@ -248,11 +248,14 @@ class _Run(Section):
     log_dir = Key("", "Folder that the plan and the logs are written to; empty: no files are written.")
     check_batches = Key(True, "Check that the ranks of one replica are given the same batch.")
     print_plan = Key(True, "Rank 0 prints the plan at the start.")
+    trace = Key("", "File for a timeline of training steps, after the first one; empty: none.")
+    trace_steps = Key(3, "Training steps that the timeline covers.", at_least=1)
 
 
 class _Debug(Section):
     NAME = "debug"
     verify = Key(False, "Compare the first step with that of one process.")
+    verify_only = Key(False, "Compare one step on a small part of the first batch, print the table and end the script.")
 
 
 _SECTIONS: tuple[type[Section], ...] = (

@@ -27,7 +27,8 @@ from epl.runtime.model import ParallelModel
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
 from epl.runtime.state import align_buffers, gather_state, load_whole, make_equal, release, whole_shapes
-from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step
+from epl.runtime.trace import StepTrace, recording
+from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step, small_part
 from epl.runtime.world import World
 from epl.scopes import tag_of
 
@@ -65,7 +66,8 @@ class Engine:
         self._catalog = Catalog(model, loss_fn, colocate=shares_devices(cluster, config))
         self._runner: Runner | None = None
         self._buffers_differ = False
-        self._verified = not config.debug.verify
+        self._verified = not (config.debug.verify or config.debug.verify_only)
+        self._step_trace = StepTrace(world, config.run.trace, config.run.trace_steps)
         self._parallel_model: ParallelModel | None = None
 
     # -- preparing ----------------------------------------------------------------------------------------------
@@ -165,11 +167,12 @@ class Engine:
         """
         if not self._optimizers:
             raise ConfigError("train_step needs an optimizer: pass it to epl.parallelize(model, optimizer)")
-        self.zero_grad()
-        loss = self.forward_backward(batch)
-        if max_grad_norm is not None:
-            self.clip_grad_norm_(max_grad_norm)
-        self.optimizer_step()
+        with self._step_trace.step(lambda: self.plan):
+            self.zero_grad()
+            loss = self.forward_backward(batch)
+            if max_grad_norm is not None:
+                self.clip_grad_norm_(max_grad_norm)
+            self.optimizer_step()
         return loss
 
     def forward_backward(self, batch: Any) -> Any:
@@ -179,7 +182,7 @@ class Engine:
         self.prepare(batch)
         if not self._verified:
             self._verified = True
-            self.verify(batch)
+            self._verify_first(batch)
         earlier = self.take_gradients()
         merged = self._run_training(batch)
         self.add_gradients(earlier)
@@ -220,7 +223,7 @@ class Engine:
             return self._merge(self._prepared.run("eval", batch)).result
 
     def _merge(self, ran: Ran) -> Merged:
-        return merge(self._world, ran.variant.graph, ran.results, self._world.device)
+        return merge(self._world, ran.variant.graph, ran.results, ran.num_samples)
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
@@ -329,6 +332,9 @@ class Engine:
         Raises:
             VerifyError: something differs; names the first tensor that does.
         """
+        return self._report(batch, tolerance).check()
+
+    def _report(self, batch: Any, tolerance: float | None) -> Report:
         self.prepare(batch)
         runner, world = self._prepared, self._world
         earlier, step = self.take_gradients(), runner.step
@@ -349,8 +355,29 @@ class Engine:
             reference = plain_step(self._model, self._loss_fn, whole, batches, setting)
             return compare(reference, ran.loss, gradients, self.plan, tolerance)
 
-        report = world.gather(all_succeed(world, make_report))[0]
-        return report.check()
+        return world.gather(all_succeed(world, make_report))[0]
+
+    def _verify_first(self, batch: Any) -> None:
+        """What ``debug.verify`` and ``debug.verify_only`` ask for at the first training step."""
+        if not self._config.debug.verify_only:
+            self.verify(batch)
+            return
+        report = self._report(small_part(batch, self.plan), None)
+        if self._world.rank == 0:
+            print(report, flush=True)
+        raise SystemExit(1 if report.faults else 0)
+
+    def trace(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Record what every rank does inside ``with engine.trace(path):`` and write it when the block ends.
+
+        Args:
+            path: File of the Chrome trace, written by rank 0, with a picture beside it (``.png``).
+
+        Example:
+            >>> with engine.trace("out/trace.json"):  # doctest: +SKIP
+            ...     engine.train_step(batch)
+        """
+        return recording(self._world, lambda: self.plan, path)
 
     def close(self) -> None:
         """Take EPL's hooks off the model. The ranks stay connected; the process group ends with the process."""

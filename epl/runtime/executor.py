@@ -28,7 +28,7 @@ from epl.program.instructions import (
 )
 from epl.runtime.channels import Channels, Pending
 from epl.runtime.reducer import Reducer
-from epl.runtime.watch import Watch
+from epl.runtime.world import World
 from epl.schedule import Action, Kind
 
 __all__ = ["BoundStage", "Executor", "MicroBatch"]
@@ -69,9 +69,9 @@ class MicroBatch:
 class Executor:
     """Runs programs on one rank."""
 
-    def __init__(self, channels: Channels, reducer: Reducer, watch: Watch) -> None:
-        self._channels, self._watch = channels, watch
-        self._reducer = reducer
+    def __init__(self, world: World, channels: Channels, reducer: Reducer) -> None:
+        self._watch, self._recorder = world.watch, world.recorder
+        self._channels, self._reducer = channels, reducer
         self._micro_batches: Sequence[MicroBatch] = ()
         self._posted: dict[Action, list[Pending]] = {}
         self._run: dict[type, Callable[[Any], None]] = {
@@ -88,7 +88,7 @@ class Executor:
         self._micro_batches = micro_batches
         self._posted.clear()
         for instruction in program.instructions:
-            with record_function(f"epl {instruction}"):
+            with record_function(f"epl {instruction}"), self._recorder.instruction(instruction):
                 self._run_one(instruction)
         self._channels.finish_sends()
         self._watch.now("the script, after a step")

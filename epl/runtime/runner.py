@@ -86,7 +86,7 @@ class Runner:
         """Reduce the gradients of these parameters from here on: users freeze and thaw parameters between steps."""
         self._trainable = trainable
         self.reducer = Reducer(self.world, self._reduce_groups(), self.plan.max_buckets)
-        self._executor = Executor(self._channels, self.reducer, self.world.watch)
+        self._executor = Executor(self.world, self._channels, self.reducer)
 
     def _find_trainable(self) -> frozenset[str]:
         return frozenset([name for name, parameter in self._parameters.items() if parameter.requires_grad])

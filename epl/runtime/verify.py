@@ -264,6 +264,14 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+def small_part(batch: Any, plan: Plan) -> Any:
+    """The first samples of a batch: two for each micro-batch and device, enough to compare and quick."""
+    flat = flatten(batch)
+    size = batch_size_of(flat.tensors)
+    wanted = min(size, 2 * plan.num_micro_batches * plan.stages[0].device_count)
+    return flat.structure.unflatten(take(flat.tensors, size, (0, wanted)))
+
+
 def gather_batches(world: World, plan: Plan, batch: Any) -> list[Flat]:
     """Every replica's batch, taken apart, on every rank."""
     flat = flatten(batch)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from epl.cluster import Cluster
 from epl.config import Config
 from epl.errors import ConfigError, RunError, bulleted
+from epl.runtime.record import Recorder
 from epl.runtime.watch import Watch
 
 __all__ = ["Group", "World", "connect"]
@@ -49,6 +50,7 @@ class World:
         timeout_s: Limit on each wait for another rank, in seconds.
         control: All ranks, over the CPU: checks and small messages.
         watch: What this rank is doing, for the others.
+        recorder: What this rank did and when, for traces.
         owns_process_group: True if `connect` made torch's process group.
     """
 
@@ -58,6 +60,7 @@ class World:
     timeout_s: float
     control: Group
     watch: Watch
+    recorder: Recorder = field(default_factory=Recorder)
     owns_process_group: bool = False
     _groups: dict[tuple[tuple[int, ...], str], Group] = field(default_factory=dict)
 
@@ -110,7 +113,7 @@ class World:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Any:
         """Turn a failed wait into an error that says what was waited for, and why the other rank is gone."""
-        with self.watch.waiting(what):
+        with self.watch.waiting(what), self.recorder.other(what, "wait"):
             try:
                 yield
             except RuntimeError as error:
@@ -165,7 +168,9 @@ def connect(cluster: Cluster, config: Config) -> World:
     handle = dist.new_group(list(everyone), backend=backend, timeout=timedelta(seconds=timeout_s))
     watch = Watch(dist.get_rank(), len(everyone), store)
     atexit.register(watch.close)  # a thread inside the store must not outlive the interpreter
-    return World(dist.get_rank(), len(everyone), device, timeout_s, Group(everyone, handle), watch, owns)
+    return World(
+        dist.get_rank(), len(everyone), device, timeout_s, Group(everyone, handle), watch, owns_process_group=owns
+    )
 
 
 def _start_process_group(cluster: Cluster, device: torch.device, timeout_s: float) -> Any:
