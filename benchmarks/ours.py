@@ -61,7 +61,9 @@ def main() -> None:
 
 def _share(engine: epl.Engine, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This replica's part of the global batch."""
-    replica, num_replicas = engine.share_of_data(lambda count: {key: value.chunk(count)[0] for key, value in batch.items()})
+    replica, num_replicas = engine.share_of_data(
+        lambda count: {key: value.chunk(count)[0] for key, value in batch.items()}
+    )
     return {key: value.chunk(num_replicas)[replica] for key, value in batch.items()}
 
 

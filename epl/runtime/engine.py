@@ -61,6 +61,7 @@ class Engine:
     ) -> None:
         self._model = model.to(world.device)
         self._optimizers = optimizers
+        self._parameters = list(model.parameters())
         self._loss_fn = loss_fn
         self._world, self._cluster, self._config = world, cluster, config
         self._catalog = Catalog(model, loss_fn, colocate=shares_devices(cluster, config))
@@ -243,21 +244,21 @@ class Engine:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """The parameters' gradients, in order, taken off them; copies, since a later step reuses the buckets' memory."""
-        taken = [None if p.grad is None else p.grad.clone() for p in self._model.parameters()]
+        taken = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         self.zero_grad()
         return taken
 
     def add_gradients(self, gradients: Iterable[torch.Tensor | None], factor: torch.Tensor | float = 1.0) -> None:
         """Add ``factor`` times these gradients, in the order of the parameters, to the parameters' own."""
         with torch.no_grad():
-            for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is not None:
                     scaled = gradient * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else gradient
                     parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
     def _scale_gradients(self, factor: float) -> None:
         with torch.no_grad():
-            for parameter in self._model.parameters():
+            for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
@@ -279,7 +280,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for parameter in self._model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     # -- the whole model ----------------------------------------------------------------------------------------
