@@ -15,6 +15,7 @@ __all__ = [
     "Backward",
     "FinishReduce",
     "Forward",
+    "Free",
     "Instruction",
     "PostReceive",
     "Program",
@@ -89,6 +90,16 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Free:
+    """Drop what the stage holds of a micro-batch: nothing will ask for it any more."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"FREE {self.action}"
+
+
+@dataclass(frozen=True)
 class StartReduce:
     """From here on, a gradient that is complete is reduced at once: the next backward is the step's last."""
 
@@ -104,7 +115,7 @@ class FinishReduce:
         return "FINISH_REDUCE"
 
 
-Instruction = PostReceive | Forward | Backward | Send | StartReduce | FinishReduce
+Instruction = PostReceive | Forward | Backward | Send | Free | StartReduce | FinishReduce
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from epl.program.instructions import (
     Backward,
     FinishReduce,
     Forward,
+    Free,
     Instruction,
     PostReceive,
     Program,
@@ -141,6 +142,7 @@ def lower_step(
     stage, _, _ = plan.place_of(rank)
     actions = [action for action in actions if _has_work(action, stages[action.micro_batch])]
     last_backward = next((action for action in reversed(actions) if action.kind is Kind.BACKWARD), None)
+    last_of = {action.micro_batch: action for action in actions}
     instructions: list[Instruction] = []
     for place, action in enumerate(actions):
         if place == 0:
@@ -152,6 +154,8 @@ def lower_step(
         run = Forward if action.kind is Kind.FORWARD else Backward
         instructions.append(run(action, action.micro_batch))
         instructions += _send(action, stages)
+        if action is last_of[action.micro_batch]:
+            instructions.append(Free(action))
     if train:
         if last_backward is None:
             instructions.append(StartReduce())

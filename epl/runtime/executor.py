@@ -19,6 +19,7 @@ from epl.program.instructions import (
     Backward,
     FinishReduce,
     Forward,
+    Free,
     Instruction,
     PostReceive,
     Program,
@@ -79,6 +80,7 @@ class Executor:
             Forward: self._forward,
             Backward: self._backward,
             Send: self._send,
+            Free: self._free,
             StartReduce: lambda _: self._reducer.start(),
             FinishReduce: lambda _: self._reducer.finish(),
         }
@@ -152,6 +154,7 @@ class Executor:
         flowing = [(value, gradient) for value, gradient in roots if value.requires_grad]
         if flowing:
             torch.autograd.backward([value for value, _ in flowing], [gradient for _, gradient in flowing])
+        # the roots are done with; what was received is kept until its gradients are sent
         micro_batch.given.clear()
         micro_batch.loss = None
 
@@ -162,8 +165,12 @@ class Executor:
         for transfer in instruction.transfers:
             value = _gradient_of(micro_batch.taken[transfer.value]) if backward else micro_batch.given[transfer.value]
             self._channels.send(transfer, value, _what(transfer.value, action), backward=backward)
-        if backward:
-            micro_batch.taken.clear()
+
+    def _free(self, instruction: Free) -> None:
+        micro_batch = self._micro_batches[instruction.action.micro_batch]
+        micro_batch.taken.clear()
+        micro_batch.given.clear()
+        micro_batch.loss = None
 
 
 def _gradient_of(value: torch.Tensor) -> torch.Tensor:
