@@ -7,13 +7,13 @@ a model's result in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 
 from epl.batch import Structure, call_model, flatten
-from epl.errors import CaptureError
+from epl.errors import CaptureError, RunError
 
 __all__ = ["LossFunction", "Parts", "Step", "SumLoss", "loss_step", "output_step"]
 
@@ -41,10 +41,17 @@ class SumLoss:
 
 @dataclass
 class Step:
-    """A function of (model, batch) that gives named parts; ``structure`` is filled for outputs when it has run."""
+    """A function of (model, batch) that gives named parts.
+
+    Args:
+        run: The function.
+        structure: Structure of the model's output, filled when a step that gives it has run.
+        loss_fn: The user's function, if there is one.
+    """
 
     run: Callable[[Any, Any], Parts]
     structure: Structure | None = None
+    loss_fn: LossFunction | None = None
 
 
 def loss_step(loss_fn: LossFunction | None) -> Step:
@@ -54,20 +61,41 @@ def loss_step(loss_fn: LossFunction | None) -> Step:
         result = call_model(model, batch) if loss_fn is None else loss_fn(model, batch)
         return _loss_parts(result, "the model" if loss_fn is None else "loss_fn")
 
-    return Step(run)
+    return Step(run, loss_fn=loss_fn)
 
 
 def output_step() -> Step:
-    """A step that gives the model's whole output, leaf by leaf, under ``out.PATH``."""
+    """A step that gives the model's whole output, leaf by leaf, under ``out.PATH``.
+
+    Fields of an output class that are neither tensors nor plain values are left out: Hugging Face models return a cache
+    of keys and values unless told not to, which no training or evaluation loop looks at.
+    """
     step = Step(lambda model, batch: [])
 
     def run(model: Any, batch: Any) -> Parts:
-        flat = flatten(call_model(model, batch))
+        flat = flatten(_without_caches(call_model(model, batch)))
         step.structure = flat.structure
         return [(f"out.{path}", tensor) for path, tensor in zip(flat.paths, flat.tensors, strict=True)]
 
     step.run = run
     return step
+
+
+def _without_caches(output: Any) -> Any:
+    if not isinstance(output, Mapping):
+        return output
+    kept = {key: value for key, value in output.items() if _is_plain(value)}
+    if len(kept) == len(output):
+        return output
+    return type(output)(**kept) if is_dataclass(output) else kept
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        flatten(value)
+    except RunError:
+        return False
+    return True
 
 
 def _loss_parts(result: Any, source: str) -> Parts:

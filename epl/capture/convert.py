@@ -8,6 +8,7 @@ Private torch API, with the reason for each (none has a public alternative in to
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
-from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 
 from epl.capture.export import Exported
-from epl.capture.marks import DEFAULT, FUNCTION_LIBRARY, SCOPE, SEGMENT
+from epl.capture.functions import FUNCTION_LIBRARY, FunctionCall
+from epl.capture.marks import DEFAULT, SCOPE, SEGMENT
 from epl.capture.refusals import user_line_of_stack
 from epl.capture.tags import Tagger
 from epl.errors import CaptureError
@@ -28,6 +29,9 @@ from epl.ir.graph import Argument, Buffer, Constant, Graph, Input, Op, Output, P
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 
 __all__ = ["Converted", "convert"]
+
+# the class of every ATen operator, which has no public name
+OpOverload = type(torch.ops.aten.add.Tensor)
 
 # operators whose schema does not say that they change a running statistic: positions of the arguments, and the
 # position of the flag that turns it on
@@ -66,7 +70,7 @@ class _Building:
     names: dict[fx.Node, Argument] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    marked: list[Callable[..., Any]] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
     num_draws: int = 0
 
     def unique(self, name: str) -> str:
@@ -86,8 +90,8 @@ def convert(exported: Exported, model: nn.Module, paths: tuple[str, ...]) -> Con
         paths: Path of each tensor in the batch.
     """
     program = exported.program
-    tagger = Tagger(model, exported.marks.strategies)
-    building = _Building(tagger, marked=exported.marks.functions)
+    tagger = Tagger(model, exported.marks.strategies, exported.marks.entered)
+    building = _Building(tagger, calls=exported.marks.functions.calls)
     leaves = _leaves(program, model, paths, building)
     constants = leaves.pop("constant_values")
     _convert_ops(program.graph, building, _Region())
@@ -117,22 +121,40 @@ def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _B
                 continue
             name = building.unique(_identifier(node.name))
             by_tensor[id(tensor)] = name
-            _add_held(found, name, _tensor(kind, node), tensor, owned)
+            _add_held(found, Constant(name, _tensor(kind, node)), tensor, owned, _is_trained(node, tensor))
             if isinstance(tensor, nn.Parameter):
                 building.tagger.note_parameter(name, tensor)
         building.names[node] = Ref(name)
     return {key: value if key == "constant_values" else tuple(value) for key, value in found.items()}
 
 
-def _add_held(found: dict[str, Any], name: str, kind: TensorType, tensor: torch.Tensor, owned: dict[int, Any]) -> None:
+def _add_held(
+    found: dict[str, Any], leaf: Constant, tensor: torch.Tensor, owned: dict[int, Any], needs_grad: bool
+) -> None:
+    """Add a tensor that the model holds, as the kind of leaf that it is."""
     paths, persistent = owned.get(id(tensor), ((), False))
     if isinstance(tensor, nn.Parameter) and paths:
-        found["parameters"].append(Parameter(name, kind, paths[0], tensor.requires_grad, paths[1:]))
+        found["parameters"].append(Parameter(leaf.name, leaf.type, paths[0], tensor.requires_grad, paths[1:]))
     elif paths:
-        found["buffers"].append(Buffer(name, kind, paths[0], persistent))
+        found["buffers"].append(Buffer(leaf.name, leaf.type, paths[0], persistent))
+    elif needs_grad:
+        raise CaptureError(
+            f"forward uses a tensor of type {leaf.type} that requires a gradient and is no parameter of the model (it may "
+            "be in a module in a plain list, or in loss_fn): nothing would reduce its gradient. Register it in the model "
+            "(nn.Parameter, nn.ModuleList), or call requires_grad_(False) on it."
+        )
     else:
-        found["constants"].append(Constant(name, kind))
-        found["constant_values"][name] = tensor
+        found["constants"].append(leaf)
+        found["constant_values"][leaf.name] = tensor
+
+
+def _is_trained(node: fx.Node, tensor: torch.Tensor) -> bool:
+    """True if a tensor requires a gradient. Of a parameter that the model does not register, export keeps the data only."""
+    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+    if tensor.requires_grad or fresh:
+        return tensor.requires_grad
+    parameters = [item for item in gc.get_objects() if type(item) is nn.Parameter and item.requires_grad]
+    return any(parameter.data_ptr() == tensor.data_ptr() for parameter in parameters if not parameter.is_meta)
 
 
 def _owned_tensors(model: nn.Module) -> dict[int, tuple[tuple[str, ...], bool]]:
@@ -247,7 +269,7 @@ def _inline(node: fx.Node, building: _Building, region: _Region, kind: str) -> N
 
 def _target_text(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, OpOverload):  # the class of every ATen operator; there is no public name for it
+    if isinstance(target, OpOverload):
         text = str(target)
         if text.startswith(FUNCTION_LIBRARY):
             return f"function.{text.split('.')[1]}"
@@ -292,9 +314,7 @@ def _stack(node: fx.Node) -> str:
 
 def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:
     if op.target.startswith("function."):
-        number = int(op.target.removeprefix("function.call_"))
-        building.functions[op.target] = _list_call(building.marked[number])
-        op = replace(op, args=(op.args[0],))
+        return _with_effects_of_call(op, building)
     draws = _num_draws(op, node)
     if draws:
         op = replace(op, random=building.num_draws)
@@ -304,8 +324,19 @@ def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:
     return replace(op, writes=_writes(op, node.target), views=_views(op, node.target))
 
 
-def _list_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensors: call(*tensors)
+def _with_effects_of_call(op: Op, building: _Building) -> Op:
+    """A custom autograd function: capture has seen what it does."""
+    call = building.calls[int(op.target.removeprefix("function.call_"))]
+    building.functions[op.target] = call
+    draw = building.num_draws if call.num_draws else None
+    building.num_draws += call.num_draws
+    tensors = op.args[0]
+    assert isinstance(tensors, tuple)
+
+    def names(places: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for place in places for name in _ref_names(tensors[place])))
+
+    return replace(op, random=draw, writes=names(call.writes), views=names(call.views))
 
 
 def _writes(op: Op, target: Any) -> tuple[str, ...]:
@@ -354,8 +385,6 @@ def _num_draws(op: Op, node: fx.Node) -> int:
     if name in ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"):
         layers, rate, training = _recurrent(op)
         return layers - 1 if training and rate else 0
-    if name.startswith("function."):
-        return 1
     tags = getattr(node.target, "tags", ())
     return int(_RANDOM_TAG in tags)
 
@@ -371,5 +400,5 @@ def _outputs(exported: Exported, building: _Building) -> tuple[Output, ...]:
     results = next(node for node in exported.program.graph.nodes if node.op == "output").args[0]
     return tuple(
         Output(part.role, part.value if part.place is None else _argument(results[part.place], building))
-        for part in exported.parts
+        for part in exported.marks.parts
     )

@@ -7,11 +7,13 @@ extension authors; there is no public way to see an operator run below composite
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epl.capture.checkpoints import checkpoints_plain
 from epl.ir.graph import Graph
 
 __all__ = ["DrawCounter", "SeededDraws"]
@@ -33,12 +35,26 @@ class DrawCounter(TorchDispatchMode):
 
 
 class SeededDraws(DrawCounter):
-    """Calls ``reseed(n)`` before draw n of a plain model, where the graph's operators do so."""
+    """Calls ``reseed(n)`` before draw n of a plain model, where the graph's operators do so.
+
+    Checkpointed functions are not run again in the backward pass while this is open for the forward pass: their second
+    run would draw from a generator that was seeded in between.
+    """
 
     def __init__(self, graph: Graph, reseed: Callable[[int], None]) -> None:
         super().__init__()
         self._starts = {op.random for op in graph.ops if op.random is not None}
         self._reseed = reseed
+        self._open = ExitStack()
+
+    def __enter__(self) -> SeededDraws:
+        self._open.enter_context(checkpoints_plain(lambda _: nullcontext()))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.close()
 
     def before_draw(self) -> None:
         if self.count in self._starts:

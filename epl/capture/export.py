@@ -1,8 +1,12 @@
-"""Run ``torch.export`` on a model's step: plain export first, draft export where the model branches on data.
+"""Run ``torch.export`` on a model's step: plain export first, export beside real values where the model looks at data.
 
 Design: strict=False (the forward runs as Python under fake tensors); a small wrapper takes the tensors of the batch and
-returns the tensors of the step's parts, so output classes and caches stay out of the graph. Draft export follows the
-branch that the real values take and leaves run-time assertions in the graph.
+returns the tensors of the step's parts, so output classes and caches stay out of the graph.
+
+Where forward branches on a tensor's value, real tensors are computed beside the fake ones: the export follows the branch
+that the real values take and leaves run-time assertions in the graph. ``torch.export.draft_export`` is this and a report;
+it also logs a warning of ten lines, and writes a trace to a file that it never closes. What it switches on is used here
+directly: ``torch._functorch.config`` (torch 2.6 and later; no public switch short of ``draft_export``).
 """
 
 from __future__ import annotations
@@ -13,29 +17,39 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch._functorch.config import patch as functorch_options
 from torch.export import ExportedProgram
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import annotate_fn, preserve_node_meta
 
 from epl.batch import Structure
+from epl.capture.attributes import ForwardEffects, plain_tensors
 from epl.capture.marks import Marks, PartPlace, marking
-from epl.capture.refusals import PlainAttributes, python_random_refused, user_line
+from epl.capture.randomness import python_random_refused
+from epl.capture.refusals import autograd_calls_refused, is_users, user_line
 from epl.errors import CaptureError, EplError
 from epl.loss import Step
 
 __all__ = ["Exported", "export"]
 
+_REAL_VALUES = {"fake_tensor_propagate_real_tensors": True, "generate_fake_kernels_from_real_mismatches": True}
+# what export says -> what it means
+_MEANINGS = {
+    "fake tensor in the exported program constant's list": "it gets at a tensor in a way that export does not see, such as "
+    ".data (use .detach()), or keeps a tensor of its own from call to call",
+}
+
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported step: the program, what was marked, and the parts of its result."""
+    """An exported step: the program, what was marked, and whether forward branches on values."""
 
     program: ExportedProgram
     marks: Marks
-    parts: tuple[PartPlace, ...]
     follows_data: bool
 
 
@@ -49,9 +63,15 @@ class _Wrapper(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         step, structure, marks = self.hidden
-        marks.drop_default()
         marks.restart()
-        parts = step.run(self.model, structure.unflatten(tensors))
+        effects = [ForwardEffects(module) for module in _modules(self.model, step)]
+        try:
+            parts = step.run(self.model, structure.unflatten(tensors))
+        except BaseException:
+            for effect in effects:
+                effect.put_back()
+            raise
+        marks.left_behind = [path for effect in effects for path in effect.settle()]
         results = [value for _, value in parts if isinstance(value, torch.Tensor)]
         places = iter(range(len(results)))
         # kept with the marks, since export undoes what forward does to attributes of the module
@@ -70,14 +90,33 @@ def export(model: nn.Module, step: Step, structure: Structure, tensors: Sequence
     """
     marks = Marks()
     wrapper = _Wrapper(model, step, structure, marks)
-    attributes = PlainAttributes(model)
-    with _quiet(), marking(marks), python_random_refused(model), _state_kept(model), preserve_node_meta():
-        program, follows_data = _export(wrapper, tuple(tensors))
-    attributes.refuse_change()
-    return Exported(program, marks, marks.parts, follows_data)
+    if step.loss_fn is not None:
+        annotate_fn({})(step.loss_fn)  # so that export records its lines, as it does those of a module's forward
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(marking(marks))
+        stack.enter_context(autograd_calls_refused(marks.functions.is_inside))
+        stack.enter_context(python_random_refused(model))
+        stack.enter_context(_state_kept(_modules(model, step)))
+        stack.enter_context(preserve_node_meta())
+        program, follows_data = _export(wrapper, _apart(tensors))
+    return Exported(program, marks, follows_data)
 
 
-def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[ExportedProgram, bool]:
+def _modules(model: nn.Module, step: Step) -> list[nn.Module]:
+    """The model, and a loss function that is a module itself."""
+    return [model, step.loss_fn] if isinstance(step.loss_fn, nn.Module) else [model]
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors as objects of their own: one that is given twice (ids as labels) would become one input."""
+    seen: set[int] = set()
+    return tuple(
+        [tensor.view_as(tensor) if id(tensor) in seen or seen.add(id(tensor)) else tensor for tensor in tensors]
+    )
+
+
+def _export(wrapper: _Wrapper, tensors: tuple[torch.Tensor, ...]) -> tuple[ExportedProgram, bool]:
     try:
         return torch.export.export(wrapper, tensors, strict=False), False
     except EplError:
@@ -86,7 +125,8 @@ def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Expo
         if not _met_data(error):
             raise _capture_error(error) from error
     try:
-        return torch.export.draft_export(wrapper, tensors, strict=False), True
+        with functorch_options(_REAL_VALUES), _parameters_unchanged(wrapper.model):
+            return torch.export.export(wrapper, tensors, strict=False), True
     except EplError:
         raise
     except Exception as error:
@@ -103,9 +143,10 @@ def _met_data(error: BaseException) -> bool:
 
 
 def _capture_error(error: BaseException) -> CaptureError:
-    reason = str(error).strip().splitlines()
+    reason = (str(error).strip().splitlines() or [""])[0]
+    known = next((meaning for sign, meaning in _MEANINGS.items() if sign in str(error)), "")
     return CaptureError(
-        f"the model cannot be captured as a graph: {type(error).__name__}: {reason[0] if reason else ''}\n"
+        f"the model cannot be captured as a graph: {known or f'{type(error).__name__}: {reason}'}\n"
         f"  at {user_line(error)}\n"
         "Export runs forward once on tensors without values. Keep to tensor operations there: torch.where for a branch on "
         "data, torch functions for numpy ones. A model that cannot be changed still trains as one TaskGraph "
@@ -114,21 +155,40 @@ def _capture_error(error: BaseException) -> CaptureError:
 
 
 @contextlib.contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Draft export runs the model for real: random numbers drawn and statistics updated there must not count."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _state_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Export beside real values runs the model: numbers drawn and statistics updated there must not count.
+
+    Export computes with tensors that modules hold in plain attributes as they are, so those may change in any case.
+    """
+    tensors = [held for module in modules for held in (*module.buffers(), *plain_tensors(module).values())]
+    saved = [(held, held.detach().clone()) for held in tensors]
     devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-    with torch.no_grad():
-        for buffer, value in saved:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for held, value in saved:
+                if not held.is_meta and not torch.equal(held, value):
+                    held.copy_(value)
+
+
+@contextlib.contextmanager
+def _parameters_unchanged(model: nn.Module) -> Iterator[None]:
+    """Parameters are too large to be copied for the rare model that branches on data and writes to them in forward."""
+    before = [(path, parameter, parameter._version) for path, parameter in model.named_parameters()]
+    yield
+    changed = [path for path, parameter, version in before if parameter._version != version]
+    if changed:
+        raise CaptureError(
+            f"forward changes {', '.join(changed[:5])} in place and branches on data, so its capture has changed them. Do "
+            "one of both outside forward, and load the weights again."
+        )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Export logs whole graphs when it meets data; the capture reports what matters itself."""
+    """Export logs whole graphs when it meets data; the capture reports what matters itself. The model may speak."""
     loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._export", "torch._dynamo")]
     loggers += [
         logger
@@ -138,12 +198,18 @@ def _quiet() -> Iterator[None]:
     before = [(logger, logger.disabled) for logger in loggers]
     for logger in loggers:
         logger.disabled = True
+    said = io.StringIO()
+    warned: list[warnings.WarningMessage] = []
     try:
         # a failing export prints the partial graph to stderr before it raises
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as said:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stderr(said):
+            warnings.simplefilter("always")
             yield
-        sys.stderr.write(said.getvalue() if "def forward(self, arg0_1" not in said.getvalue() else "")
     finally:
         for logger, disabled in before:
             logger.disabled = disabled
+        if "def forward(self, arg0_1" not in said.getvalue():
+            sys.stderr.write(said.getvalue())
+    for note in warned:
+        if is_users(note.filename):
+            warnings.warn_explicit(note.message, note.category, note.filename, note.lineno)

@@ -1,19 +1,17 @@
-"""What a captured graph would silently change, found before or after the forward has run under export.
+"""What a captured graph would silently change or ignore, found before or while forward runs under export.
 
-- module and tensor hooks: export runs forward hooks once, at capture, and never runs backward hooks;
-- Python's and numpy's random numbers: a value drawn at capture would be the same at every step;
-- plain attributes that forward changes (``self.step += 1``): the graph would keep the first value.
+- hooks on modules: export runs forward hooks once, at capture, and never runs backward hooks;
+- hooks on parameters: they would see the gradient of one part of the batch, where one process shows them the whole;
+- calls in forward that speak to autograd (hooks on activations, gradients inside forward): export drops them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import random
-import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,28 +19,66 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from epl.capture.attributes import PlainAttributes
+from epl.capture.checkpoints import replaced
 from epl.errors import CaptureError, bulleted
 
-__all__ = ["PlainAttributes", "hooks_in", "python_random_refused", "user_line", "user_line_of_stack"]
+__all__ = ["PlainAttributes", "autograd_calls_refused", "is_users", "refuse_hooks", "user_line", "user_line_of_stack"]
 
-_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_OWN = f"{Path(__file__).parents[1]}/"
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", _OWN)
 _STANDARD_LIBRARY = f"{Path(contextlib.__file__).parent}/"
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_GRADIENTS = "computes gradients inside forward, which a graph of forward operators cannot hold"
+_HOOK = "puts a hook on a tensor, which a graph would not run"
+# what is called -> what is wrong with it
+_CALLS: tuple[tuple[Any, str, str], ...] = (
+    (torch.autograd, "grad", _GRADIENTS),
+    (torch.autograd, "backward", _GRADIENTS),
+    (torch.Tensor, "backward", _GRADIENTS),
+    (torch.Tensor, "register_hook", _HOOK),
+    (torch.Tensor, "register_post_accumulate_grad_hook", _HOOK),
+    (torch.Tensor, "retain_grad", "keeps the gradient of an activation, which a parallel step does not have"),
+    (
+        torch.autograd.graph.saved_tensors_hooks,
+        "__enter__",
+        "changes how autograd saves tensors, which a graph ignores",
+    ),
 )
 
 
-def hooks_in(model: nn.Module) -> list[str]:
-    """One line for each hook on a module, with where it was defined."""
-    found: list[str] = []
-    for path, module in model.named_modules():
-        for kind in _HOOKS:
-            for hook in getattr(module, kind, {}).values():
-                found.append(f"{path or 'the model'} has a {kind[1:-1].replace('_', ' ')}: {_place_of(hook)}")
-    return found
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise if a module or a parameter has hooks; lists each with where it was defined."""
+    on_modules = [
+        f"{path or 'the model'} has a {kind[1:-1].replace('_', ' ')}: {_place_of(hook)}"
+        for path, module in model.named_modules()
+        for kind in _MODULE_HOOKS
+        for hook in getattr(module, kind, {}).values()
+    ]
+    if on_modules:
+        raise CaptureError(bulleted("hooks would run at capture only, not at each step; remove them:", on_modules))
+    on_parameters = [
+        f"{path} has a {kind[1:-1].replace('_', ' ')}: {_place_of(hook)}"
+        for path, parameter in model.named_parameters()
+        for kind in _PARAMETER_HOOKS
+        for hook in (getattr(parameter, kind, None) or {}).values()
+        if not _is_own(hook)
+    ]
+    if on_parameters:
+        raise CaptureError(
+            bulleted(
+                "hooks on parameters would see the gradients of parts of the batch, not of all of it; change gradients "
+                "after engine.forward_backward instead:",
+                on_parameters,
+            )
+        )
+
+
+def _is_own(hook: Any) -> bool:
+    """EPL's reducer is told by hooks when a gradient is there."""
+    code = getattr(inspect.unwrap(getattr(hook, "func", hook)), "__code__", None)
+    return code is not None and code.co_filename.startswith(_OWN)
 
 
 def _place_of(function: Any) -> str:
@@ -53,99 +89,38 @@ def _place_of(function: Any) -> str:
 
 
 @contextmanager
-def python_random_refused(model: nn.Module) -> Iterator[None]:
-    """Raise if forward draws from Python's ``random`` or from numpy's global generator.
+def autograd_calls_refused(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """While this is open, calls that export would drop without a word raise a CaptureError.
 
-    The functions of the ``random`` module are methods of one hidden generator, bound at import; their state is what
-    shows that one of them was called, whatever name it was called by.
+    Args:
+        is_inside: True while a custom autograd function runs, which may do as it likes.
     """
-    numpy_random = _numpy_random()
-    before = random.getstate(), _numpy_state(numpy_random)
-    yield
-    used = [
-        name
-        for name, changed in (
-            ("random", random.getstate() != before[0]),
-            ("numpy.random", _numpy_state(numpy_random) != before[1]),
-        )
-        if changed
-    ]
-    random.setstate(before[0])
-    if used:
-        raise CaptureError(
-            bulleted(
-                f"forward draws numbers from {' and '.join(used)}; a graph would repeat the first draw at every step. "
-                "Draw with torch (torch.rand), or outside forward and pass the number in the batch. Candidates:",
-                _lines_that_mention(model, ("random.", "np.random", "randint(", "choice(", "shuffle(")),
-            )
-        )
 
+    def refusing(owner: Any, name: str, fault: str) -> Callable[..., Any]:
+        plain = getattr(owner, name)
 
-def _numpy_random() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _numpy_state(numpy_random: Any) -> str:
-    return "" if numpy_random is None else repr(numpy_random.get_state()[1:])
-
-
-def _lines_that_mention(model: nn.Module, words: tuple[str, ...]) -> list[str]:
-    found: list[str] = []
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        if kind.__module__.startswith("torch."):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(kind.forward)
-        except (OSError, TypeError):
-            continue
-        file = inspect.getsourcefile(kind.forward)
-        found += [
-            f"{file}:{first + place}: {line.strip()}"
-            for place, line in enumerate(lines)
-            if any(word in line for word in words) and "torch.rand" not in line
-        ]
-    return found or ["(no line of a forward method names it; look at the functions that forward calls)"]
-
-
-class PlainAttributes:
-    """The plain values (numbers, strings, None) that a model's modules hold, to see whether they have changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (path, vars(module), name)
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str, type(None))) and name != "training"
-        ]
-        self.values = self.now()
-
-    def now(self) -> tuple[Any, ...]:
-        """The values at this moment."""
-        return tuple([holder.get(name) for _, holder, name in self._places])
-
-    def refuse_change(self) -> None:
-        """Raise if forward has changed one, which a graph would not repeat."""
-        changed = [
-            f"{path or 'the model'}.{name}: {before!r} became {holder.get(name)!r}"
-            for (path, holder, name), before in zip(self._places, self.values, strict=True)
-            if holder.get(name) is not before and holder.get(name) != before
-        ]
-        for (_, holder, name), before in zip(self._places, self.values, strict=True):
-            holder[name] = before
-        if changed:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            caller = inspect.currentframe()
+            caller = caller.f_back if caller is not None else None
+            if is_inside() or caller is None or not is_users(caller.f_code.co_filename):
+                return plain(*args, **kwargs)
             raise CaptureError(
-                bulleted(
-                    "forward changes attributes of modules; a graph would keep the first value. Keep such state in a "
-                    "buffer (self.register_buffer) and change it with tensor operations, or change it outside forward:",
-                    changed,
-                )
+                f"forward {fault}: {name} at {caller.f_code.co_filename}:{caller.f_lineno}. Leave it out of forward; a "
+                "custom torch.autograd.Function may do it, and a model of one TaskGraph runs as it is."
             )
+
+        return refuse
+
+    with ExitStack() as stack:
+        for owner, name, fault in _CALLS:
+            stack.enter_context(replaced(owner, name, refusing(owner, name, fault)))
+        yield
 
 
 def user_line(error: BaseException | TracebackType | None) -> str:
     """The innermost line of an error's traceback that is neither torch's nor EPL's: ``file:line in f: code``."""
     trace = error.__traceback__ if isinstance(error, BaseException) else error
-    frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
     if not frames:
         return "(no line of the model)"
     last = frames[-1]
@@ -159,11 +134,12 @@ def user_line_of_stack(stack: str) -> str:
         text = line.strip()
         if text.startswith('File "'):
             file, _, rest = text[6:].partition('", line ')
-            if _is_users(file):
+            if is_users(file):
                 best = f"{file}:{rest.split(',')[0]}"
     return best
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """True for a file that is neither torch's, nor EPL's, nor of Python's own library."""
     standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return not standard and not file.startswith(("<", *_LIBRARIES))

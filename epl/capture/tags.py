@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.nn as nn
 
@@ -13,14 +13,23 @@ __all__ = ["Tagger"]
 
 
 class Tagger:
-    """Numbers the strategies of one capture in order of first use, and finds the one of each operator."""
+    """Numbers the strategies of one capture in order of first use, and finds the one of each operator.
 
-    def __init__(self, model: nn.Module, called: list[Strategy]) -> None:
-        self._model = model
+    Args:
+        model: The model, whose modules and parameters carry tags.
+        called: The strategies that forward entered or made the default, as the marks number them.
+        entered: Those that it entered.
+    """
+
+    def __init__(self, model: nn.Module, called: Sequence[Strategy], entered: Sequence[Strategy]) -> None:
         self._called = called
         self._order: list[Strategy] = []
         self._parameter_tags: dict[str, Tag] = {}
-        self._module_tags: dict[str, Tag | None] = {path: tag_of(module) for path, module in model.named_modules()}
+        # a module that is registered under several names is called under one of them
+        self._module_tags = {path: tag_of(module) for path, module in model.named_modules(remove_duplicate=False)}
+        tags = [tag_of(target) for target in (*model.modules(), *model.parameters())]
+        constructed = [tag.strategy for tag in tags if tag is not None and not tag.is_default]
+        self._explicit = tuple(dict.fromkeys([*constructed, *entered]))
 
     def note_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Remember the tag of a parameter that stands in the graph as ``name``."""
@@ -59,6 +68,7 @@ class Tagger:
                 yield tag
 
     def specs(self) -> Iterator[StrategySpec]:
-        """The strategies that were used, as data, in order."""
-        for strategy in self._order:
-            yield StrategySpec(strategy.kind, strategy.device_count, strategy.name, strategy.where)
+        """The strategies as data: those that have operators, in order of use, then those that the user wrote in vain."""
+        for strategy in dict.fromkeys([*self._order, *self._explicit]):
+            is_default = strategy not in self._explicit
+            yield StrategySpec(strategy.kind, strategy.device_count, strategy.name, strategy.where, is_default)

@@ -144,12 +144,19 @@ class Op:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy of the user's, as data: ``replicate`` or ``split``, how many devices, and where it was made."""
+    """A strategy of the user's, as data: ``replicate`` or ``split``, how many devices, and where it was made.
+
+    ``is_default`` says that it was only ever a default: it takes what no scope takes, and may come away with nothing.
+    """
 
     kind: str
     device_count: int
     name: str
     where: str = ""
+    is_default: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.device_count}, name={self.name!r}) made at {self.where}"
 
 
 @dataclass(frozen=True)
@@ -245,6 +252,47 @@ class Graph:
         return TaskGraph(index, spec, ops, tuple(takes), tuple(op.name for op in ops if op.name in leaving))
 
     @cached_property
+    def storage_roots(self) -> dict[str, str]:
+        """The value whose storage each value lives in; a result that views several is joined to the first."""
+        roots = {name: name for name in self.leaves}
+        picked: dict[tuple[str, Argument], str] = {}
+        for op in self.ops:
+            if op.target == "python.getitem" and isinstance(op.args[0], Ref):
+                # the results of an operator that makes new ones have a storage each
+                source = op.args[0].name
+                own = picked.setdefault((source, op.args[1]), op.name)
+                roots[op.name] = roots[source] if self._is_view(source) else own
+            else:
+                roots[op.name] = roots[op.views[0]] if op.views else op.name
+        return roots
+
+    def _is_view(self, name: str) -> bool:
+        maker = self.op_by_name.get(name)
+        return maker is None or bool(maker.views) or maker.target == "python.getitem"
+
+    @cached_property
+    def written(self) -> dict[str, tuple[Op, ...]]:
+        """The storages that change in place, each with its writers in order; a write to a view is a write to its root."""
+        found: dict[str, dict[str, Op]] = {}
+        for op in self.ops:
+            for name in op.writes:
+                found.setdefault(self.storage_roots[name], {})[op.name] = op
+        return {root: tuple(ops.values()) for root, ops in found.items()}
+
+    @cached_property
+    def feeders(self) -> dict[str, tuple[str, ...]]:
+        """What each operator must run after: the makers of what it reads, and earlier writers to those storages."""
+        found: dict[str, tuple[str, ...]] = {}
+        writers: dict[str, list[str]] = {}
+        for op in self.ops:
+            roots = dict.fromkeys(self.storage_roots[name] for name in op.reads)
+            before = [writer for root in roots for writer in writers.get(root, ())]
+            found[op.name] = tuple(dict.fromkeys([*(name for name in op.reads if name in self.op_by_name), *before]))
+            for name in op.writes:
+                writers.setdefault(self.storage_roots[name], []).append(op.name)
+        return found
+
+    @cached_property
     def needs_grad(self) -> frozenset[str]:
         """Values through which a gradient may flow back to a trainable parameter.
 
@@ -252,12 +300,23 @@ class Graph:
         """
         needing = {parameter.name for parameter in self.parameters if parameter.trainable}
         for op in self.ops:
+            if not needing.isdisjoint(op.writes):
+                needing.add(op.name)  # the same tensor, also where autograd is off
             flows = op.grad and not op.target.startswith(("aten.detach.", "aten.alias_copy."))
             if flows and _differentiable(op.type) and not needing.isdisjoint(op.reads):
                 needing.add(op.name)
-                # what an operator writes to carries the gradient of what was written
-                needing.update(op.writes)
+                # what is written to carries the gradient of what was written, under each of its names
+                written = {self.storage_roots[name] for name in op.writes}
+                needing.update(name for root in written for name in self._aliases[root])
         return frozenset(needing)
+
+    @cached_property
+    def _aliases(self) -> dict[str, list[str]]:
+        """The names of each storage."""
+        found: dict[str, list[str]] = {}
+        for name, root in self.storage_roots.items():
+            found.setdefault(root, []).append(name)
+        return found
 
     def parameters_of(self, task: int) -> tuple[Parameter, ...]:
         """The parameters that a TaskGraph's operators use, in order of first use."""

@@ -49,7 +49,8 @@ def to_text(graph: Graph) -> str:
 
 
 def _spec_text(spec: StrategySpec) -> str:
-    return f"kind={spec.kind!r}, device_count={spec.device_count}, name={spec.name!r}, where={spec.where!r}"
+    default = ", is_default=True" if spec.is_default else ""
+    return f"kind={spec.kind!r}, device_count={spec.device_count}, name={spec.name!r}, where={spec.where!r}{default}"
 
 
 def op_text(op: Op) -> str:

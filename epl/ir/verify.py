@@ -12,25 +12,28 @@ from epl.ir.types import TensorType
 __all__ = ["verify", "violations"]
 
 
-def verify(graph: Graph, *, after: str = "capture") -> Graph:
+def verify(graph: Graph, *, after: str = "capture", colocated: bool = False) -> Graph:
     """Return the graph if it is sound.
 
     Args:
         graph: The graph to check.
         after: What made it, for the message.
+        colocated: True if all TaskGraphs run on the same devices, and so share memory.
 
     Raises:
         GraphError: lists every violation.
     """
-    found = violations(graph)
+    found = violations(graph, colocated=colocated)
     if found:
         raise GraphError(bulleted(f"the graph after {after} breaks {len(found)} invariants:", found))
     return graph
 
 
-def violations(graph: Graph) -> list[str]:
+def violations(graph: Graph, *, colocated: bool = False) -> list[str]:
     """What is wrong with the graph, one line each; empty when it is sound."""
-    return [*_names(graph), *_uses(graph), *_tasks(graph), *_writes(graph), *_outputs(graph)]
+    found = [*_names(graph), *_uses(graph), *_tasks(graph), *_outputs(graph)]
+    # memory can be followed only where every name is known
+    return found if found or colocated else list(_writes(graph))
 
 
 def _names(graph: Graph) -> Iterator[str]:
@@ -71,16 +74,21 @@ def _tasks(graph: Graph) -> Iterator[str]:
 
 
 def _writes(graph: Graph) -> Iterator[str]:
-    """A value that changes in place must change where it lives, before other TaskGraphs get it."""
-    last_write = {name: (place, op) for place, op in enumerate(graph.ops) for name in op.writes}
-    reads = [(place, op, name) for place, op in enumerate(graph.ops) for name in op.reads if name in last_write]
-    for place, op, name in reads:
-        when, writer = last_write[name]
-        if writer.task != op.task and name in graph.op_by_name and place < when:
-            yield (
-                f"{_at(op)} in TaskGraph {op.task} uses {name}, which {_at(writer)} in TaskGraph {writer.task} "
-                "changes in place later"
-            )
+    """A value changes in place only where it is made; other TaskGraphs get it when it changes no more."""
+    made = graph.op_by_name
+    place = {op.name: number for number, op in enumerate(graph.ops)}
+    for root, writers in graph.written.items():
+        if root not in made:
+            continue
+        for writer in writers:
+            if writer.task != made[root].task:
+                yield f"{_at(writer)} in TaskGraph {writer.task} changes {root} of TaskGraph {made[root].task} in place"
+        for op in graph.ops[: place[writers[-1].name]]:
+            if op.task != made[root].task and any(graph.storage_roots[name] == root for name in op.reads):
+                yield (
+                    f"{_at(op)} in TaskGraph {op.task} uses {root}, which {_at(writers[-1])} in TaskGraph "
+                    f"{writers[-1].task} changes in place later"
+                )
 
 
 def _outputs(graph: Graph) -> Iterator[str]:

@@ -21,5 +21,5 @@ PASSES: tuple[Pass, ...] = ()
 def apply_passes(graph: Graph, plan: Plan) -> Graph:
     """The graph after every pass, checked after each one."""
     for change in PASSES:
-        graph = verify(change(graph, plan), after=change.__name__)
+        graph = verify(change(graph, plan), after=change.__name__, colocated=plan.num_stages == 1)
     return graph

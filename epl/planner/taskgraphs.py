@@ -1,12 +1,12 @@
 """Build: put every operator of an annotated graph into a TaskGraph.
 
-1. Tagged operators go where the user put them; TaskGraphs are numbered in the order in which the program reaches them.
+1. Tagged operators go where the user put them; TaskGraphs are numbered in the order in which dataflow reaches them.
 2. Untagged operators go where dataflow puts them: into the latest TaskGraph that feeds them; what is fed by none (the
    embedding of a decoder, say) into the earliest that uses it.
 3. Untagged operators that need only the batch and constants (attention masks, positions, rotary angles) are copied into
    each TaskGraph that uses them: every rank has the batch, so nothing has to travel.
 4. A value that is changed in place lives in one TaskGraph; a TaskGraph that would change another one's value (or the
-   user's batch) changes a copy.
+   user's batch) changes a copy (``mutation.py``).
 
 Source: EPL attributes operators to TaskGraphs by scope; steps 2 to 4 are what a captured dataflow graph adds.
 """
@@ -19,7 +19,8 @@ from dataclasses import replace
 from epl.errors import StrategyError, bulleted
 from epl.ir.graph import Argument, Graph, Op, Ref, StrategySpec, map_refs
 from epl.ir.verify import verify
-from epl.planner.mutation import copy_before_foreign_writes, mutation_groups
+from epl.planner.mutation import mutation_groups, separate_storages, with_own_inputs
+from epl.planner.strategies import number_strategies, take_numbers_of
 
 __all__ = ["build_taskgraphs"]
 
@@ -33,48 +34,40 @@ def build_taskgraphs(graph: Graph, *, colocate: bool = False, tasks: tuple[Strat
         tasks: The TaskGraphs of the plan, for another graph of the same model; None to take the graph's own.
 
     Raises:
-        StrategyError: the graph has a TaskGraph that the plan does not know, or the model returns to an earlier
-            TaskGraph on other devices; names both modules.
+        StrategyError: a strategy takes no part in the step, the plan does not know one, the model returns to an earlier
+            TaskGraph on other devices (names both modules), or TaskGraphs would have to share memory.
     """
-    graph = _without_dead_ops(graph)
+    graph = with_own_inputs(_without_dead_ops(graph))
     if tasks is None:
+        graph = number_strategies(graph)
         tasks = graph.strategies or (StrategySpec("replicate", 1, "model"),)
     else:
-        graph = _with_tags_of(graph, tasks)
+        graph = take_numbers_of(graph, tasks)
     free = _free_ops(graph)
     places = _place(graph, free)
     graph = replace(graph, tasks=tasks, ops=_placed(graph, places, free))
-    graph = copy_before_foreign_writes(graph)
     if not colocate:
+        graph = separate_storages(graph)
         _refuse_returns(graph)
-        _refuse_shared_state(graph)
-    return verify(graph, after="building TaskGraphs")
-
-
-def _with_tags_of(graph: Graph, tasks: tuple[StrategySpec, ...]) -> Graph:
-    """The graph with its tags renumbered to the plan's TaskGraphs; equal strategies are matched in order."""
-    numbers: list[int] = []
-    for spec in graph.strategies:
-        place = next((i for i, known in enumerate(tasks) if known == spec and i not in numbers), None)
-        if place is None:
-            raise StrategyError(
-                f"a batch of this kind enters {spec.kind}({spec.device_count}, name={spec.name!r}) made at {spec.where}, "
-                "which the plan does not know: the first batch did not enter it. Let every batch enter the same scopes."
-            )
-        numbers.append(place)
-    ops = tuple(replace(op, tag=None if op.tag is None else numbers[op.tag]) for op in graph.ops)
-    return replace(graph, ops=ops, strategies=tasks)
+    return verify(graph, after="building TaskGraphs", colocated=colocate)
 
 
 def _without_dead_ops(graph: Graph) -> Graph:
-    """Drop what nothing uses: values that the step's parts do not need (the logits beside a loss, for example)."""
+    """Drop what nothing uses: values that the step's parts do not need (the logits beside a loss, for example).
+
+    What is written stays if the model keeps it, or if something needs the memory that is written to.
+    """
+    roots = graph.storage_roots
+    state = {leaf.name for leaf in (*graph.parameters, *graph.buffers, *graph.constants)}
     needed = set(graph.output_names)
+    memory = state | {roots[name] for name in needed}
     kept: list[Op] = []
     for op in reversed(graph.ops):
-        has_effect = bool(op.writes) or op.target.startswith(("aten._assert", "function."))
-        if op.name in needed or has_effect:
+        has_effect = op.target.startswith(("aten._assert", "function."))
+        if has_effect or op.name in needed or any(roots[name] in memory for name in op.writes):
             kept.append(op)
             needed.update(op.reads)
+            memory.update(roots[name] for name in op.reads)
     live = tuple(reversed(kept))
     used = {name for op in live for name in op.reads} | set(graph.output_names)
     return replace(graph, ops=live, constants=tuple(leaf for leaf in graph.constants if leaf.name in used))
@@ -82,17 +75,11 @@ def _without_dead_ops(graph: Graph) -> Graph:
 
 def _free_ops(graph: Graph) -> set[str]:
     """Untagged operators that need only the batch, constants and unchanging buffers, and draw no random numbers."""
-    written = {name for op in graph.ops for name in op.writes}
-    known = {leaf.name for leaf in (*graph.inputs, *graph.constants)}
-    known |= {leaf.name for leaf in graph.buffers if leaf.name not in written}
+    known = {leaf.name for leaf in (*graph.inputs, *graph.buffers, *graph.constants)} - graph.written.keys()
     free: set[str] = set()
     for op in graph.ops:
-        if (
-            op.tag is None
-            and op.random is None
-            and not op.target.startswith("function.")
-            and known.issuperset(op.reads)
-        ):
+        is_plain = op.tag is None and op.random is None and not op.target.startswith("function.")
+        if is_plain and known.issuperset(op.reads) and free.issuperset(graph.feeders[op.name]):
             free.add(op.name)
             known.add(op.name)
     # a value that is changed in place is copied together with all that touches it, or not at all
@@ -106,26 +93,42 @@ def _fed_by(graph: Graph, names: Iterable[str]) -> set[str]:
     """The operators of these names and all that depend on them."""
     reached = set(names)
     for op in graph.ops:
-        if not reached.isdisjoint(op.reads):
+        if not reached.isdisjoint(graph.feeders[op.name]):
             reached.add(op.name)
     return reached
 
 
 def _place(graph: Graph, free: set[str]) -> dict[str, int]:
     """TaskGraph of each operator that is not free."""
-    places = {op.name: op.tag for op in graph.ops if op.tag is not None and op.name not in free}
-    for op in graph.ops:  # latest feeder
-        if op.name not in places and op.name not in free:
-            feeders = [places[name] for name in op.reads if name in places]
-            if feeders:
-                places[op.name] = max(feeders)
-    for op in reversed(graph.ops):  # earliest user
-        if op.name not in places and op.name not in free:
-            users = [places[reader.name] for reader in graph.readers.get(op.name, ()) if reader.name in places]
-            places[op.name] = min(users, default=0)
+    places = {op.name: op.tag for op in graph.ops if op.tag is not None}
+    left = [op for op in graph.ops if op.tag is None and op.name not in free]
+    for op in left:  # latest feeder
+        feeders = [places[name] for name in graph.feeders[op.name] if name in places]
+        if feeders:
+            places[op.name] = max(feeders)
+    fed: dict[str, list[str]] = {}
+    for name, feeders in graph.feeders.items():
+        for feeder in feeders:
+            fed.setdefault(feeder, []).append(name)
+    for op in reversed(left):  # earliest user
+        if op.name not in places:
+            places[op.name] = min((places[name] for name in fed.get(op.name, ()) if name in places), default=0)
     _keep_lists_whole(graph, places)
-    _keep_mutations_together(graph, places)
+    _take_views_to_their_writers(graph, left, places)
     return places
+
+
+def _take_views_to_their_writers(graph: Graph, ops: list[Op], places: dict[str, int]) -> None:
+    """``z[1] = y`` makes a view of z and writes to it: both belong where y is, so that z as a whole is copied there."""
+    moved: set[str] = set()
+    for op in reversed(ops):
+        root = graph.storage_roots[op.name]
+        if root == op.name or op.writes or root not in graph.written:
+            continue
+        readers = graph.readers.get(op.name, ())
+        if any(op.name in reader.writes or reader.name in moved for reader in readers):
+            places[op.name] = max(places[op.name], min(places[reader.name] for reader in readers))
+            moved.add(op.name)
 
 
 def _keep_lists_whole(graph: Graph, places: dict[str, int]) -> None:
@@ -133,15 +136,6 @@ def _keep_lists_whole(graph: Graph, places: dict[str, int]) -> None:
     for op in graph.ops:
         if op.target == "python.getitem" and op.name in places and isinstance(op.args[0], Ref):
             places[op.name] = places.get(op.args[0].name, places[op.name])
-
-
-def _keep_mutations_together(graph: Graph, places: dict[str, int]) -> None:
-    """Untagged operators on a value that changes in place stay where the value is made."""
-    for group in mutation_groups(graph):
-        ops = [op for op in graph.ops if op.name in group and op.name in places]
-        for op in ops[1:]:
-            if op.tag is None:
-                places[op.name] = max(places[op.name], places[ops[0].name])
 
 
 def _placed(graph: Graph, places: dict[str, int], free: set[str]) -> tuple[Op, ...]:
@@ -178,7 +172,7 @@ def _spread_users(
     before = sum(map(len, users.values()))
     for op in reversed(graph.ops):
         tasks = users.get(op.name) or ({places[op.name]} if op.name in places else set())
-        for name in op.reads:
+        for name in graph.feeders[op.name]:
             if name in users:
                 users[name] |= tasks
     for group in groups:
@@ -231,23 +225,3 @@ def _return_line(graph: Graph, maker: Op, user: Op) -> str:
         )
 
     return f"{at(maker)} feeds {at(user)}"
-
-
-def _refuse_shared_state(graph: Graph) -> None:
-    """A buffer or parameter that forward changes must be used in one TaskGraph only: there is one truth of it."""
-    users: dict[str, set[int]] = {}
-    written: dict[str, Op] = {}
-    for op in graph.ops:
-        for name in op.reads:
-            users.setdefault(name, set()).add(op.task or 0)
-        written.update(dict.fromkeys(op.writes, op))
-    held = {leaf.name: leaf.path for leaf in (*graph.buffers, *graph.parameters)}
-    faults = [
-        f"{held[name]} is changed at {op.source} and used in TaskGraphs {sorted(users[name])}"
-        for name, op in written.items()
-        if name in held and len(users[name]) > 1
-    ]
-    if faults:
-        raise StrategyError(
-            bulleted("forward changes state that several TaskGraphs use; keep all its uses in one of them:", faults)
-        )

@@ -44,11 +44,10 @@ def guard_of(graph: Graph) -> GuardCode | None:
 
 def _known_before(graph: Graph) -> set[str]:
     """Values that depend on the batch, constants and unchanging buffers alone, and that nothing changes in place."""
-    written = {name for op in graph.ops for name in op.writes}
-    known = {leaf.name for leaf in (*graph.inputs, *graph.buffers, *graph.constants)} - written
+    known = {leaf.name for leaf in (*graph.inputs, *graph.buffers, *graph.constants)} - graph.written.keys()
     for op in graph.ops:
         plain = op.random is None and not op.writes and not op.target.startswith("function.")
-        if plain and op.name not in written and known.issuperset(op.reads):
+        if plain and graph.storage_roots[op.name] not in graph.written and known.issuperset(op.reads):
             known.add(op.name)
     return known
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from epl.errors import EplError, RunError, bulleted
+from epl.errors import RunError, bulleted
 from epl.planner.plan import Plan
 from epl.runtime.world import World
 
@@ -42,11 +42,11 @@ def all_succeed(world: World, make: Callable[[], _T]) -> _T:
 
     The rank that failed raises its own error, the others a RunError with its text.
     """
-    error: EplError | None = None
+    error: Exception | None = None
     result: Any = None
     try:
         result = make()
-    except EplError as caught:
+    except Exception as caught:  # the user's code runs in there: any error of one rank must reach the others
         error = caught
     texts = world.gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -87,13 +87,14 @@ class StepNumbers(NamedTuple):
 
     ok: int
     kind: int
+    form: int
     signature: int
     content: int
     num_samples: int
 
 
 def agree_on_step(
-    world: World, plan: Plan, mine: StepNumbers, describe: Callable[[], str], error: Exception | None = None
+    world: World, plan: Plan, mine: StepNumbers, texts: tuple[str, str], error: Exception | None = None
 ) -> list[StepNumbers]:
     """Every rank's numbers; raises on every rank if one has failed or those of one replica differ.
 
@@ -101,27 +102,29 @@ def agree_on_step(
         world: The ranks.
         plan: Says which ranks work on the same part of the batch.
         mine: This rank's numbers.
-        describe: This rank's call and batch in words; asked for only if something is wrong.
+        texts: This rank's call and batch in words, and what the step gives, line by line.
         error: What went wrong on this rank, if anything did; it is raised here, and told to the others.
     """
     everyone = [StepNumbers(*numbers) for numbers in world.gather_numbers(mine)]
     if not all(numbers.ok for numbers in everyone):
-        texts = world.gather(f"{type(error).__name__}: {error}")
+        failures = world.gather(f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         rank = next(rank for rank, numbers in enumerate(everyone) if not numbers.ok)
-        raise RunError(f"rank {rank} failed with {texts[rank]}")
+        raise RunError(f"rank {rank} failed with {failures[rank]}")
     if len({numbers.kind for numbers in everyone}) > 1:
-        raise RunError(bulleted("the ranks are in different calls:", _by_rank(world, describe())))
+        raise RunError(bulleted("the ranks are in different calls:", _by_rank(world, texts[0])))
+    if len({numbers.form for numbers in everyone}) > 1:
+        agree_on(world, "what a step gives", texts[1].splitlines())
     for replica in range(plan.num_replicas):
         ranks = plan.ranks_of_replica(replica)
-        seen = {everyone[rank][2:] for rank in ranks}
+        seen = {everyone[rank][3:] for rank in ranks}
         if len(seen) > 1:
             raise RunError(
                 bulleted(
                     f"ranks {list(ranks)} run one replica, and were given different batches. Give all ranks of a replica "
                     "the same batch, as epl.data_loader does:",
-                    _by_rank(world, describe()),
+                    _by_rank(world, texts[0]),
                 )
             )
     return everyone

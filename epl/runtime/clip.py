@@ -1,11 +1,16 @@
-"""The global gradient norm, each parameter counted once, and clipping by it as torch.nn.utils.clip_grad_norm_ does."""
+"""The global gradient norm, each parameter counted once, and clipping by it as torch.nn.utils.clip_grad_norm_ does.
+
+Ranks exchange one number for each parameter, not one for each rank: so every kind of norm, and its rounding, is that of
+one process.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import reduce
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from epl.errors import RunError
@@ -17,28 +22,39 @@ __all__ = ["clip_grad_norm", "global_norm"]
 
 def global_norm(world: World, model: nn.Module, plan: Plan, norm_type: float) -> torch.Tensor:
     """The norm of all gradients; a tied parameter counts once, and so does one that several replicas hold."""
-    stage, _, _ = plan.place_of(world.rank)
-    column = plan.column_of(world.rank)
     parameters = dict(model.named_parameters())
-    counted = {entry.path for entry in plan.parameters if entry.kind == "parameter" and entry.owner == stage}
-    gradients = [p.grad for path, p in parameters.items() if path in counted and p.grad is not None]
-    mine = _norm(gradients, norm_type, world.device)
-    if world.size == 1:
-        return mine
-    everyone = torch.zeros(world.size, dtype=torch.float64)
-    everyone[world.rank] = mine.double().cpu() if column == 0 else 0.0
-    with world.waiting("the gradient norms of all stages"):
-        dist.all_reduce(everyone, group=world.control.handle)
-    owners = list(plan.ranks_of_column(0))
-    return torch.linalg.vector_norm(everyone[owners], norm_type).to(mine.dtype).to(mine.device)
+    norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # each parameter's norm, and 1 where it has one
+    counted = _counted(parameters, plan, world.rank)
+    if counted:
+        each = [_norm_of(gradient, norm_type).double() for gradient in counted.values()]
+        norms[0, list(counted)] = torch.stack(each).cpu()
+        norms[1, list(counted)] = 1.0
+    world.sum_numbers(norms)
+    found = norms[0][norms[1] > 0].to(world.device, _common_dtype(model))
+    return torch.linalg.vector_norm(found, norm_type) if found.numel() else found.sum()
 
 
-def _norm(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in dense]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+def _counted(parameters: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> dict[int, torch.Tensor]:
+    """Place -> gradient of the parameters that count on this rank: those of which its stage is the owner."""
+    stage, _, _ = plan.place_of(rank)
+    owned = {entry.path for entry in plan.parameters if entry.kind == "parameter" and entry.owner == stage}
+    if plan.column_of(rank) != 0:
+        return {}
+    return {
+        place: parameter.grad
+        for place, (path, parameter) in enumerate(parameters.items())
+        if path in owned and parameter.grad is not None
+    }
+
+
+def _norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, norm_type)
+
+
+def _common_dtype(model: nn.Module) -> torch.dtype:
+    """The type that one process would give the norm in; the same on all ranks, whichever gradients they have."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.requires_grad]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
 
 
 def clip_grad_norm(

@@ -15,6 +15,7 @@ from epl.batch import Flat, batch_size_of, cut, flatten, take
 from epl.cluster import Cluster
 from epl.config import Config
 from epl.errors import ConfigError, PlanError, RunError
+from epl.ir.graph import refs_in
 from epl.loss import LossFunction
 from epl.planner.make import make_plan, shares_devices
 from epl.planner.plan import Plan
@@ -26,7 +27,7 @@ from epl.runtime.logs import write_plan
 from epl.runtime.model import ParallelModel
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
-from epl.runtime.state import align_buffers, gather_state, load_whole, make_equal, release, whole_shapes
+from epl.runtime.state import align_buffers, first_names, gather_state, load_whole, make_equal, release, whole_shapes
 from epl.runtime.trace import StepTrace, recording
 from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step, small_part
 from epl.runtime.world import World
@@ -103,9 +104,12 @@ class Engine:
             ClusterError: the devices do not divide by the annotations.
             RunError: the ranks have different models or scripts.
         """
+        return self._prepare(batch, "train" if self._model.training else "eval")
+
+    def _prepare(self, batch: Any, kind: str) -> Plan:
         if self._runner is not None:
             return self._runner.plan
-        plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch)))
+        plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))
         agree_on(self._world, "the plan and the settings", [*plan.to_json().splitlines(), str(self._config.to_dict())])
         if make_equal(self._world, self._model) and self._world.rank == 0:
             warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=3)
@@ -118,14 +122,13 @@ class Engine:
             write_plan(self._config.run.log_dir, plan, self._config)
         return plan
 
-    def _make_plan(self, flat: Flat) -> Plan:
+    def _make_plan(self, flat: Flat, kind: str) -> Plan:
         flat = flat._replace(tensors=tuple(tensor.to(self._world.device) for tensor in flat.tensors))
         size = batch_size_of(flat.tensors)
         parts = cut(size, self._config.pipeline.num_micro_batch)
         if not parts:
             raise RunError("the first batch is empty; a plan needs at least one sample")
         piece = flat._replace(tensors=take(flat.tensors, size, parts[0]))
-        kind = "train" if self._model.training else "eval"
         variant = self._catalog.find(kind, self._catalog.model_key(), piece)
         return make_plan(variant.graph, self._cluster, self._config, is_opaque=variant.captured.is_opaque)
 
@@ -208,12 +211,15 @@ class Engine:
 
     def forward(self, batch: Any) -> Any:
         """The model's output for this replica's batch, on every rank of the replica, in the model's present mode."""
-        self.prepare(batch)
+        self._prepare(batch, "output")  # there may be no labels, and so no loss
         self._align_buffers()
         ran = self._prepared.run("output", batch)
         structure = ran.variant.captured.structure
         assert structure is not None
-        form = OutputForm(structure, tuple(output.role for output in ran.variant.graph.outputs))
+        graph = ran.variant.graph
+        form = OutputForm(
+            structure, {out.role: graph.type_of(name) for out in graph.outputs for name in refs_in(out.value)}
+        )
         return join_outputs(self._world, self.plan, form, ran.results)
 
     def eval_step(self, batch: Any) -> Any:
@@ -291,7 +297,8 @@ class Engine:
 
         In training mode with gradients on, a call runs the whole schedule, forward and backward, and returns the loss;
         ``loss.backward()`` then adds the gradients, times what comes in, to the parameters' ``.grad``. Otherwise a call
-        is a forward pass and returns what the model returns, for this replica's batch.
+        is a forward pass and returns what the model returns, for this replica's batch (without a cache of keys and
+        values, if the model gives one).
         """
         if self._parallel_model is None:
             self._parallel_model = ParallelModel(self, self._model)
@@ -299,11 +306,10 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of the whole model under its original names, on every rank; all ranks call it together."""
-        tensors = gather_state(self._world, self._model, self.plan)
-        names = {name: entry.path for entry in self.plan.parameters for name in (entry.path, *entry.aliases)}
+        tensors, first = gather_state(self._world, self._model, self.plan), first_names(self._model)
         found: dict[str, torch.Tensor] = {}
         for name in self._model.state_dict():
-            tensor = tensors[names.get(name, name)]
+            tensor = tensors[first[name]]
             assert tensor is not None
             found[name] = tensor
         return found

@@ -7,7 +7,7 @@ starts from 1, and the summed gradients are divided by the summed count at the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from epl.batch import Structure
 from epl.errors import RunError
 from epl.ir.graph import Graph, Ref
-from epl.ir.types import TensorType
+from epl.ir.types import TensorType, Type
 from epl.planner.plan import Plan
 from epl.runtime.world import World
 
-__all__ = ["Merged", "OutputForm", "PartResult", "join_outputs", "merge", "seed_of"]
+__all__ = ["Merged", "OutputForm", "PartResult", "join_outputs", "kind_of_part", "merge", "seed_of"]
+
+_SUMS = ("total", "count")  # roles of a SumLoss, which are added up; other numbers are averaged over samples
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,21 @@ class PartResult:
 
     Args:
         num_samples: Samples in the part.
-        weight: num_samples over the samples of the global batch.
         first_sample: Place of its first sample in the global batch: the order of joining.
         parts: The parts that this rank reports: what its stage made, and on stage 0 the plain values.
     """
 
     num_samples: int
-    weight: float
     first_sample: int
     parts: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How a model's output is built from its tensors, whose roles are in order."""
+    """How a model's output is built from its tensors: their roles, in order, and their types."""
 
     structure: Structure
-    roles: tuple[str, ...]
+    types: Mapping[str, Type]
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,23 @@ def seed_of(graph: Graph, reduce_method: str, weight: float) -> float:
     return 1.0 if is_sum or reduce_method == "sum" else weight
 
 
-def merge(world: World, graph: Graph, results: Sequence[PartResult], device: torch.device) -> Merged:
-    """The result of the whole step, on every rank.
+def merge(world: World, graph: Graph, results: Sequence[PartResult], num_samples: int) -> Merged:
+    """The result of the whole step, which had ``num_samples`` samples, on every rank.
 
     Scalars are weighted means over all parts; tensors whose first dimension is the samples of a part are joined in the
     order of the global batch.
     """
-    scalars = [output.role for output in graph.outputs if _is_scalar(graph, output.value)]
-    sums = world.sum_numbers(_weighted_sums(scalars, results))
-    merged: dict[str, Any] = dict(zip(scalars, sums.tolist(), strict=True))
-    joined = [output.role for output in graph.outputs if output.role not in merged and isinstance(output.value, Ref)]
-    merged |= _joined(world, joined, results, device)
+    scalars = [output.role for output in graph.outputs if kind_of_part(graph, output.value) == "number"]
+    sums = world.sum_numbers(_weighted_sums(scalars, results)).tolist()
+    # divided once, at the end, so that a whole number that is the same everywhere stays exact
+    merged: dict[str, Any] = {
+        role: total if role in _SUMS else total / num_samples for role, total in zip(scalars, sums, strict=True)
+    }
+    joined = [output.role for output in graph.outputs if kind_of_part(graph, output.value) == "tensor"]
+    merged |= _joined(world, joined, results)
     plain = {output.role: output.value for output in graph.outputs if output.role not in merged}
     aux = {
-        output.role.removeprefix("aux."): _scalar(merged[output.role], graph, output.value, device)
+        output.role.removeprefix("aux."): _scalar(merged[output.role], graph, output.value, world.device)
         if output.role in scalars
         else merged.get(output.role, plain.get(output.role))
         for output in graph.outputs
@@ -90,7 +93,7 @@ def merge(world: World, graph: Graph, results: Sequence[PartResult], device: tor
     }
     value, divisor = _loss(merged)
     dtype = next(kind for kind in _loss_types(graph))
-    return Merged(torch.tensor(value, dtype=dtype, device=device), aux or None, divisor, graph)
+    return Merged(torch.tensor(value, dtype=dtype, device=world.device), aux or None, divisor, graph)
 
 
 def _loss(merged: dict[str, Any]) -> tuple[float, float | None]:
@@ -109,23 +112,22 @@ def _loss_types(graph: Graph) -> list[torch.dtype]:
     return [kind.dtype for kind in types if isinstance(kind, TensorType)]
 
 
-def _is_scalar(graph: Graph, value: Any) -> bool:
-    """True for what is averaged: one number, or a plain int or float."""
+def kind_of_part(graph: Graph, value: Any) -> str:
+    """``number`` for what is averaged or added up, ``tensor`` for what is joined, else empty: a plain value."""
     if isinstance(value, Ref):
         kind = graph.type_of(value.name)
-        return not isinstance(kind, TensorType) or kind.shape == ()
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return "tensor" if isinstance(kind, TensorType) and kind.shape != () else "number"
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
 
 
 def _weighted_sums(roles: list[str], results: Sequence[PartResult]) -> torch.Tensor:
-    """Sum over this rank's parts of each scalar by its weight; the parts of a SumLoss count as they are."""
+    """Sum over this rank's parts of each scalar times its samples; the parts of a SumLoss count as they are."""
     sums = torch.zeros(len(roles), dtype=torch.float64)
     for place, role in enumerate(roles):
         for result in results:
             value = result.parts.get(role)
             if value is not None:
-                weight = 1.0 if role in ("total", "count") else result.weight
-                sums[place] += weight * float(value)
+                sums[place] += float(value) * (1 if role in _SUMS else result.num_samples)
     return sums
 
 
@@ -136,9 +138,7 @@ def _scalar(value: float, graph: Graph, source: Any, device: torch.device) -> to
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _joined(
-    world: World, roles: list[str], results: Sequence[PartResult], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _joined(world: World, roles: list[str], results: Sequence[PartResult]) -> dict[str, torch.Tensor]:
     if not roles:
         return {}
     mine = [
@@ -156,14 +156,14 @@ def _joined(
                 "and tensors whose first dimension is the samples, which are joined. Reduce it, or leave it out."
             )
         joined.setdefault(role, []).append(tensor)
-    return {role: torch.cat(tensors).to(device) for role, tensors in joined.items()}
+    return {role: torch.cat(tensors).to(world.device) for role, tensors in joined.items()}
 
 
 def join_outputs(world: World, plan: Plan, output: OutputForm, results: Sequence[PartResult]) -> Any:
     """The model's output for this replica's batch, on every rank of the replica.
 
     Tensors whose first dimension is the samples are joined, single numbers are averaged by samples; another tensor must
-    come from one part only.
+    come from one part only. A replica without samples gets tensors of no samples.
     """
     mine = [
         (part.first_sample, part.num_samples, {role: value.cpu() for role, value in part.parts.items()})
@@ -178,7 +178,17 @@ def join_outputs(world: World, plan: Plan, output: OutputForm, results: Sequence
     for _, num_samples, values in parts:
         for role, value in values.items():
             found.setdefault(role, []).append((num_samples, value))
-    return output.structure.unflatten(_join_output(role, found[role]).to(world.device) for role in output.roles)
+    return output.structure.unflatten(
+        (_join_output(role, found[role]) if role in found else _of_no_samples(kind)).to(world.device)
+        for role, kind in output.types.items()
+    )
+
+
+def _of_no_samples(kind: Type) -> torch.Tensor:
+    assert isinstance(kind, TensorType)
+    if kind.shape:
+        return torch.empty(0, *(size or 0 for size in kind.shape[1:]), dtype=kind.dtype)
+    return torch.full((), float("nan")).to(kind.dtype)
 
 
 def _join_output(role: str, pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:

@@ -17,11 +17,12 @@ import torch.nn as nn
 
 from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
-from epl.runtime.agree import agree_on, content_of
+from epl.runtime.agree import agree_on, all_succeed, content_of
 from epl.runtime.world import Group, World
 
 __all__ = [
     "align_buffers",
+    "first_names",
     "gather_state",
     "load_whole",
     "make_equal",
@@ -39,6 +40,13 @@ def tensors_by_path(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of that tensor."""
+    firsts = {id(tensor): name for name, tensor in tensors_by_path(model).items()}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: firsts[id(tensor)] for name, tensor in named}
+
+
 def model_lines(model: nn.Module) -> list[str]:
     """One line for each parameter and buffer: what ranks must have in common."""
     return [
@@ -51,9 +59,10 @@ def make_equal(world: World, model: nn.Module) -> bool:
     """Give every rank rank 0's weights and buffers; True if some rank had others (another seed, a checkpoint on rank 0).
 
     Raises:
-        RunError: the ranks' models have different tensors.
+        RunError: the ranks' models have different tensors, or an earlier engine has spread them over the ranks.
     """
     agree_on(world, "the model's parameters", model_lines(model))
+    all_succeed(world, lambda: _refuse_released(model))
     tensors = list(tensors_by_path(model).values())
     numbers = world.gather_numbers([_fingerprint(tensors)])
     if all(number == numbers[0] for number in numbers):
@@ -65,6 +74,22 @@ def make_equal(world: World, model: nn.Module) -> bool:
             for tensor, chunk in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(chunk.view(tensor.shape))
     return True
+
+
+def _refuse_released(model: nn.Module) -> None:
+    released = [path for path, tensor in tensors_by_path(model).items() if _is_released(tensor)]
+    if released:
+        raise RunError(
+            f"an earlier engine has spread this model over the ranks, and this rank does not hold {released[0]} and "
+            f"{len(released) - 1} more of its tensors. Build the model anew; to keep the weights, take "
+            "engine.state_dict() from the earlier engine before it is closed, and load it into the new model."
+        )
+
+
+def _is_released(tensor: torch.Tensor) -> bool:
+    """True for what `release` leaves: one NaN, expanded."""
+    expanded = tensor.numel() > 1 and not any(tensor.stride())
+    return expanded and tensor.is_floating_point() and bool(tensor.detach().flatten()[0].isnan())
 
 
 def _fingerprint(tensors: list[torch.Tensor]) -> int:
@@ -187,19 +212,19 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]
         RunError: names are missing or unknown, or shapes differ.
     """
     stage, _, _ = plan.place_of(rank)
-    tensors = tensors_by_path(model)
-    known = {name: entry for entry in plan.parameters for name in (entry.path, *entry.aliases)}
+    tensors, first = tensors_by_path(model), first_names(model)
     wanted = set(model.state_dict())
     faults = [f"{name} is missing" for name in sorted(wanted - set(state))]
     faults += [f"{name} is not in the model" for name in sorted(set(state) - wanted)]
-    for name, value in state.items():
-        entry = known.get(name)
-        if entry is None:
-            continue
-        if tuple(value.shape) != entry.shape:
-            faults.append(f"{name} has shape {tuple(value.shape)}; the model has {entry.shape}")
-        elif is_held(entry, stage):
-            with torch.no_grad():
-                tensors[entry.path].copy_(value)
+    faults += [
+        f"{name} has shape {tuple(value.shape)}; the model has {tuple(tensors[first[name]].shape)}"
+        for name, value in state.items()
+        if name in wanted and value.shape != tensors[first[name]].shape
+    ]
     if faults:
         raise RunError(bulleted("the state dict does not fit the model:", faults))
+    held = {entry.path for entry in plan.parameters if is_held(entry, stage)}
+    with torch.no_grad():
+        for name in wanted:
+            if first[name] in held:
+                tensors[first[name]].copy_(state[name])

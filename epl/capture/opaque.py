@@ -1,0 +1,171 @@
+"""A model that cannot be captured, as a graph of one operator that calls the model itself.
+
+That is enough where no graph is needed: one TaskGraph, that is data parallelism and what goes with it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from epl.batch import Flat
+from epl.capture.attributes import ForwardEffects
+from epl.capture.convert import Converted
+from epl.errors import CaptureError, RunError
+from epl.ir.graph import Buffer, Graph, Input, Op, Output, Parameter, Ref, StrategySpec
+from epl.ir.types import ListType, ScalarType, TensorType, Type
+from epl.loss import Parts, Step
+from epl.scopes import Strategy, tag_of, tracing
+
+__all__ = ["opaque"]
+
+
+def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Converted:
+    """The graph of a step that calls the model, with a warning that says why.
+
+    The step is run once, without gradients, to learn what it gives and which scopes it enters.
+
+    Args:
+        model: The model.
+        step: What is computed.
+        batch: An example.
+        error: Why the model cannot be captured.
+
+    Raises:
+        CaptureError: ``error``, if the annotations ask for more than one TaskGraph, which needs a graph.
+    """
+    if len(_constructed(model)) > 1:
+        raise error
+    called = _CalledStrategies()
+    with tracing(called):
+        parts = _trial(model, step, batch)
+    strategies = list(dict.fromkeys([*_constructed(model), *called.strategies]))
+    if len(strategies) > 1:
+        raise error
+    warnings.warn(f"the model runs as it is, as one TaskGraph, since it cannot be captured: {error}", stacklevel=3)
+    specs = tuple(StrategySpec(s.kind, s.device_count, s.name, s.where) for s in strategies)
+    return Converted(_graph(model, batch, parts, specs), {"function.call_0": _Call(model, step, batch, parts)}, {})
+
+
+class _CalledStrategies:
+    """Notes the strategies that forward enters."""
+
+    def __init__(self) -> None:
+        self.strategies: list[Strategy] = []
+
+    def enter(self, strategy: Strategy) -> None:
+        self.strategies.append(strategy)
+
+    def exit(self, strategy: Strategy) -> None:
+        """Nothing to note."""
+
+    def set_default(self, strategy: Strategy) -> None:
+        self.strategies.append(strategy)
+
+
+class _Call:
+    """What the operator calls: the step, on the tensors of a batch."""
+
+    def __init__(self, model: nn.Module, step: Step, batch: Flat, parts: Parts) -> None:
+        self._model, self._step = model, step
+        self._batch_structure, self._structure = batch.structure, step.structure
+        self._fixed = _fixed(parts)
+
+    def __call__(self, tensors: list[torch.Tensor], *_: object) -> list[Any]:
+        with tracing(_CalledStrategies()):  # scopes in forward have nothing to say here
+            parts = self._step.run(self._model, self._batch_structure.unflatten(tensors))
+        if _fixed(parts) != self._fixed or self._step.structure != self._structure:
+            raise RunError(
+                f"the model gave {_fixed(parts)} beside tensors, and {self._fixed} for the first batch of this kind; only "
+                "tensors and numbers of aux may differ from batch to batch"
+            )
+        return [value for _, value in parts]
+
+
+def _fixed(parts: Parts) -> list[tuple[str, Any]]:
+    """Roles, and the values that the graph holds as constants."""
+    return [(role, None if _kind(value) is not None else value) for role, value in parts]
+
+
+def _kind(value: Any) -> Type | None:
+    """Type of what is handed on as a value; None for what is a constant."""
+    if isinstance(value, torch.Tensor):
+        return TensorType(value.dtype, tuple(value.shape))
+    return ScalarType(type(value).__name__) if isinstance(value, (bool, int, float)) else None
+
+
+def _constructed(model: nn.Module) -> list[Strategy]:
+    """The strategies that modules and parameters carry."""
+    tags = [tag_of(target) for target in (*model.modules(), *model.parameters())]
+    return list(dict.fromkeys(tag.strategy for tag in tags if tag is not None))
+
+
+def _graph(model: nn.Module, batch: Flat, parts: Parts, strategies: tuple[StrategySpec, ...]) -> Graph:
+    inputs = tuple(
+        Input(f"in_{place}", TensorType(tensor.dtype, tuple(tensor.shape)), path)
+        for place, (tensor, path) in enumerate(zip(batch.tensors, batch.paths, strict=True))
+    )
+    parameters, buffers = _parameters(model), _buffers(model)
+    held = tuple(Ref(leaf.name) for leaf in (*parameters, *buffers))
+    kinds = [_kind(value) for _, value in parts]
+    op = Op(
+        "step",
+        ListType(tuple(kind or ScalarType("none") for kind in kinds)),
+        "function.call_0",
+        (tuple(Ref(leaf.name) for leaf in inputs), held),
+        writes=tuple(leaf.name for leaf in buffers),
+        random=0,
+        module=type(model).__name__,
+    )
+    picks = [
+        Op(f"part_{place}", kind, "python.getitem", (Ref("step"), place))
+        for place, kind in enumerate(kinds)
+        if kind is not None
+    ]
+    outputs = tuple(
+        Output(role, value if kinds[place] is None else Ref(f"part_{place}"))
+        for place, (role, value) in enumerate(parts)
+    )
+    return Graph(inputs, parameters, buffers, (), (op, *picks), outputs, strategies=strategies)
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    paths: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    return tuple(
+        Parameter(
+            f"p_{place}",
+            TensorType(parameter.dtype, tuple(parameter.shape)),
+            paths[id(parameter)][0],
+            parameter.requires_grad,
+            tuple(paths[id(parameter)][1:]),
+        )
+        for place, parameter in enumerate(model.parameters())
+    )
+
+
+def _buffers(model: nn.Module) -> tuple[Buffer, ...]:
+    persistent = set(model.state_dict(keep_vars=True))
+    return tuple(
+        Buffer(f"b_{place}", TensorType(buffer.dtype, tuple(buffer.shape)), path, path in persistent)
+        for place, (path, buffer) in enumerate(model.named_buffers())
+    )
+
+
+def _trial(model: nn.Module, step: Step, batch: Flat) -> Parts:
+    """What the step gives; the model and the generators are as before."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    effects = ForwardEffects(model)
+    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            return step.run(model, batch.structure.unflatten(batch.tensors))
+    finally:
+        effects.put_back()
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)

@@ -1,0 +1,187 @@
+"""``engine.model`` in loops that know nothing of pipelines: what people have written already.
+
+A mistake shows as gradients that are scaled twice or not at all, or as an output that is another replica's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
+from transformers.utils.generic import ModelOutput
+
+import epl
+from tests.parity import assert_close
+from tests.ranks import launch, launch_expecting_errors
+from tests.runtime.odd_nets import Chain, Predictor, Unused, batch_of, draw
+from tests.runtime.problems import Problem, Way, my_share, seeded, start, user_model
+from tests.zoo import CASES, annotate
+
+HALVES = [["a", "b"], ["c", "d"]]
+WAYS = [Way(2, micro_batches=2), Way(2, HALVES, micro_batches=2), Way(4, HALVES)]
+IDS = ["data", "pipeline", "both"]
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def scaled_loop(model: nn.Module, optimizer: Any, batches: list[Any]) -> list[float]:
+    """Two batches to an update, each loss divided by two, as accumulating loops do; gradients are clipped by value."""
+    losses = []
+    for i, batch in enumerate(batches):
+        loss = model(**batch)
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if i % 2:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def sum_loop(model: nn.Module, optimizer: Any, batches: list[Any]) -> list[float]:
+    """Two losses are added before one backward; gradients are zeroed, not dropped; one call's loss is thrown away."""
+    losses = []
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        optimizer.zero_grad(set_to_none=False)
+        model(**first)
+        loss = model(**first) * 0.5 + model(**second) ** 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def run_loop(rank: int, loop: Any, problem: Problem, way: Way) -> Trained:
+    engine = start(problem, way)
+    [optimizer] = problem.optimize(user_model(engine))
+    losses = loop(engine.model, optimizer, [my_share(engine, rank, batch) for batch in problem.batches])
+    return Trained(losses, engine.state_dict())
+
+
+@pytest.mark.parametrize("loop", [scaled_loop, sum_loop])
+@pytest.mark.parametrize("way", WAYS, ids=IDS)
+def test_loops_written_for_plain_models_give_the_plain_weights(loop: Any, way: Way) -> None:
+    problem = Problem(partial(seeded, Chain), [batch_of(8, seed) for seed in range(4)])
+    model = problem.build()
+    [optimizer] = problem.optimize(model)
+    expected = Trained(loop(model, optimizer, problem.batches), model.state_dict())
+    for trained in launch(way.world, run_loop, loop, problem, way):
+        assert_close(trained, expected, torch.float64)
+
+
+def call_positionally(rank: int, problem: Problem) -> list[float]:
+    engine = start(problem, Way(2))
+    x, y, extra = (value.tensor_split(2)[rank] for value in problem.batches[0])
+    calls: list[Any] = [engine.model(x, y, extra), engine.model(x, y=y, extra=extra), engine.model(x, y)]
+    return [loss.item() for loss in calls]
+
+
+def test_positional_arguments_and_keywords_mix() -> None:
+    x, y = batch_of(4).values()
+    problem = Problem(partial(seeded, Unused), [(x, y, draw(4, 6, seed=3))])
+    model = problem.build()
+    expected = [model(*problem.batches[0]).item(), model(*problem.batches[0]).item(), model(x, y).item()]
+    for losses in launch(2, call_positionally, problem):
+        assert_close(losses, expected, torch.float64)
+
+
+def backward_twice(rank: int, problem: Problem) -> None:
+    loss = start(problem, Way(2)).model(**problem.batches[0])
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_of_one_loss_is_an_error() -> None:
+    for error in launch_expecting_errors(2, backward_twice, Problem(partial(seeded, Chain), [batch_of(4)])):
+        assert "RunError: backward was called twice on one loss; call the model again" in error
+
+
+# ------------------------------------------------------------------------------------------------------- forward only
+
+
+class Looked(NamedTuple):
+    kind: str
+    keys: list[str]
+    output: dict[str, Tensor]
+    requires_grad: bool
+    training: bool
+
+
+def look(rank: int, problem: Problem, way: Way) -> list[Looked]:
+    """Forward passes in eval mode with gradients on, and in training mode with gradients off."""
+    engine = start(problem, way)
+    batch = my_share(engine, rank, problem.batches[0])
+    found = []
+    for training in (False, True):
+        engine.model.train(training)
+        with torch.set_grad_enabled(not training):
+            output = engine.model(**batch)
+        tensors = dict(output) if isinstance(output, ModelOutput) else {"": output}
+        found.append(
+            Looked(
+                type(output).__name__,
+                list(tensors),
+                tensors,
+                any(tensor.requires_grad for tensor in tensors.values()),
+                user_model(engine).training,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_forward_passes_return_the_models_own_output_for_this_replicas_batch(name: str, num_stages: int) -> None:
+    """Per-sample tensors are whole again whatever the micro-batches, and every rank of a replica has them."""
+    case = CASES[name]
+    batch: Any = case.batch(6, dtype=torch.float64)
+    problem = Problem(partial(case.build, torch.float64), [batch])
+    way = Way(2, case.stages[2] if num_stages > 1 else [], micro_batches=2)
+    model = problem.build()
+    for rank, found in enumerate(launch(2, look, problem, way)):
+        half = {key: value.tensor_split(way.num_replicas)[rank % way.num_replicas] for key, value in batch.items()}
+        expected = model(**half)
+        for looked, training in zip(found, (False, True), strict=True):
+            assert looked.kind == type(expected).__name__
+            assert looked.keys == list(expected.keys())
+            assert_close(looked.output, dict(expected), case.accuracy(torch.float64))
+            assert not looked.requires_grad
+            assert looked.training is training
+
+
+def test_outputs_of_a_model_without_a_loss() -> None:
+    """The loss function is for training; a forward pass is the model's own."""
+    from tests.runtime.odd_nets import predictor_loss
+
+    problem = Problem(partial(seeded, Predictor), [batch_of(5)], predictor_loss)
+    expected = problem.build()(**problem.batches[0])
+    for rank, found in enumerate(launch(2, look, problem, Way(2, micro_batches=2))):
+        for looked in found:
+            assert_close(looked.output[""], expected.tensor_split(2)[rank], torch.float64)
+
+
+def small_gpt2() -> nn.Module:
+    """With its cache on, as the class has it by default, its output holds one in eval mode."""
+    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).eval()
+
+
+def logits_of(rank: int, batch: dict[str, Tensor]) -> Tensor:
+    epl.init(epl.Config({"run.print_plan": False}))
+    model = annotate(small_gpt2(), [["transformer.wte", "transformer.h.0"], ["transformer.h.1"]])
+    return epl.parallelize(model).model(**batch).logits
+
+
+def test_a_forward_pass_needs_no_labels_and_no_optimizer_and_leaves_out_a_cache() -> None:
+    batch = {"input_ids": torch.arange(12).reshape(2, 6)}
+    for logits in launch(2, logits_of, batch):
+        assert_close(logits, small_gpt2()(**batch).logits, torch.float32)
