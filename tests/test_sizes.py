@@ -11,7 +11,9 @@ MAX_FUNCTION_LINES = 50  # without the docstring: an explained interface should 
 MAX_PARAMETERS = 6  # without self and cls
 MAX_NESTING = 3  # of if, for, while, with, try and match
 
-EXEMPT: dict[str, str] = {}  # "epl/file.py" or "epl/file.py:function" -> the reason
+EXEMPT: dict[str, str] = {
+    "benchmarks/measure.py:train": "what a contestant says of itself, by name, in one call",
+}  # "epl/file.py" or "epl/file.py:function" -> the reason
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
