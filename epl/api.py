@@ -17,7 +17,8 @@ from epl.errors import ConfigError
 from epl.loss import LossFunction
 from epl.runtime.data import ReplicaLoader, Share
 from epl.runtime.engine import Engine
-from epl.runtime.world import World, connect
+from epl.runtime.meeting import connect
+from epl.runtime.world import World
 from epl.scopes import reset_scopes
 
 __all__ = ["data_loader", "init", "parallelize"]
@@ -55,7 +56,7 @@ def init(config: Config | None = None) -> None:
     _Job.engine = None
     if _Job.world is None:
         _Job.world = connect(env.cluster, env.config)
-    _Job.world.timeout_s = env.config.communication.timeout
+    _Job.world.set_timeout(env.config.communication.timeout)
 
 
 def parallelize(

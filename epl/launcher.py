@@ -44,7 +44,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from epl.errors import ClusterError, RunError, bulleted
-from epl.processes import ProcessGuard, RankLogs, has_failed, new_log_folder, tail
+from epl.processes import ProcessGuard, RankLogs, ending, has_failed, new_log_folder, tail
+from epl.runtime.orphan import LAUNCHER_PID
 
 __all__ = ["LaunchOptions", "launch"]
 
@@ -251,14 +252,14 @@ class _Agent(_TorchAgent):
         rank = min(ranks, key=lambda rank: self._logs.path(rank).stat().st_mtime_ns)
         failure, path = failures[rank], self._logs.path(rank)
         text = (
-            f"rank {rank} {_ending(failure.exitcode)} (process {failure.pid} on {socket.gethostname()}, "
+            f"rank {rank} {ending(failure.exitcode)} (process {failure.pid} on {socket.gethostname()}, "
             f"local rank {failure.local_rank})"
         )
         if self._options.nproc * self._options.nnodes > 1:
             text += "; all other ranks are ended"
         if failure.exitcode == -signal.SIGKILL:
             text += "\nSIGKILL is what the system sends when memory runs out: look for the process in `dmesg`"
-        if others := [f"rank {other} {_ending(failures[other].exitcode)}" for other in sorted(ranks) if other != rank]:
+        if others := [f"rank {other} {ending(failures[other].exitcode)}" for other in sorted(ranks) if other != rank]:
             text += f"\nat the same time {', '.join(others)}"
         if lines := tail(path, _TAIL_LINES):
             text += "\n".join([f"\nthe end of its log, {path}:", *(f"    {line}" for line in lines)])
@@ -345,13 +346,6 @@ def _read(text: bytes) -> _Failure:
     return _Failure(**json.loads(text))
 
 
-def _ending(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"failed with exit code {exit_code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
-
-
 def _worker_spec(options: LaunchOptions) -> WorkerSpec:
     meeting = RendezvousParameters(
         backend="static" if options.rdzv_endpoint else "c10d",
@@ -381,7 +375,12 @@ def _rank_environment(nproc: int) -> dict[str, str]:
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores // nproc))
     # The last one undoes for the ranks what _Agent._start_workers does to this process.
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": signals}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
+        LAUNCHER_PID: str(os.getpid()),
+    }
 
 
 def _quieten_torch() -> None:

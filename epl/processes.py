@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from epl.errors import ClusterError
 
-__all__ = ["ProcessGuard", "RankLogs", "has_failed", "new_log_folder", "tail"]
+__all__ = ["ProcessGuard", "RankLogs", "ending", "has_failed", "new_log_folder", "tail"]
 
 _STDOUT, _STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16  # what a pipe holds on Linux
@@ -190,6 +190,14 @@ def has_failed(pid: int) -> bool:
     except ChildProcessError:
         return False
     return status is not None and status.si_status != 0
+
+
+def ending(exit_code: int) -> str:
+    """How a process ended, in words; a negative exit code is that of a signal."""
+    if exit_code >= 0:
+        return f"failed with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 class ProcessGuard:

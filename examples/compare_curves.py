@@ -21,9 +21,9 @@ __all__ = ["plot"]
 
 Curve = dict[str, Any]  # as pretrain_bert.py writes it
 
-# Differences from rounding grow as training goes on, as small ones do in any training; 300 steps leave TODO.
-# A wrong gradient, a batch out of order or other dropout is seen in the second digit within 50 steps.
-TOLERANCE = 0.01
+# Rounding leaves some 1e-6 after 200 steps [measured: 2 CPU cores, float32]; like any difference it grows as training
+# goes on. A wrong gradient, batches in another order or other dropout is seen in the second digit within 50 steps.
+TOLERANCE = 1e-3
 
 
 def main() -> int:
@@ -58,8 +58,8 @@ def described(curve: Curve) -> str:
     losses = curve["losses"]
     (_, before), *_, (_, after) = curve["held_out_losses"]
     return (
-        f"{curve['name']:<20} training loss {losses[0]:.3f} -> {losses[-1]:.3f}, held-out loss {before:.3f} -> {after:.3f}, "
-        f"{curve['samples_per_s']:.0f} samples/s"
+        f"{curve['name']:<20} training loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+        f"held-out loss {before:.3f} -> {after:.3f}, {curve['samples_per_s']:.0f} samples/s"
     )
 
 
@@ -77,7 +77,7 @@ def largest_gap(curves: list[Curve]) -> Gap:
 def plot(curves: list[Curve], path: Path) -> None:
     """Draw the losses of each run over one another and, if there are several, their distance from the first."""
     figure = Figure(figsize=(8, 6 if len(curves) > 1 else 4), layout="constrained")
-    upper, *lower = figure.subplots(2 if len(curves) > 1 else 1, 1, sharex=True, squeeze=False, height_ratios=None)[:, 0]
+    upper, *lower = figure.subplots(2 if len(curves) > 1 else 1, 1, sharex=True, squeeze=False)[:, 0]
     for place, curve in enumerate(curves):
         # each thinner than the one below it, so that all are seen where they coincide
         width = 1.0 + 2.0 * (len(curves) - 1 - place)
@@ -94,8 +94,10 @@ def plot(curves: list[Curve], path: Path) -> None:
     for axes in lower:
         for place, curve in enumerate(curves[1:], start=1):
             gaps = [abs(mine - first) for mine, first in zip(curve["losses"], curves[0]["losses"], strict=True)]
-            axes.plot(range(1, len(gaps) + 1), gaps, color=f"C{place}", label=f"{curve['name']} and {curves[0]['name']}")
-        axes.set(yscale="log", ylabel="difference in training loss")
+            axes.plot(
+                range(1, len(gaps) + 1), gaps, ".", color=f"C{place}", label=f"{curve['name']} and {curves[0]['name']}"
+            )
+        axes.set(ylabel="difference in training loss")
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     figure.axes[-1].set_xlabel("step")

@@ -52,7 +52,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     """1,347 images to train on and 450 that are held out, in equal shares of each digit."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
-    training_images, held_out_images = (torch.tensor(part / 16, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
+    training_images, held_out_images = (
+        torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for part in parts[:2]
+    )
     training_labels, held_out_labels = (torch.tensor(part) for part in parts[2:])
     return TensorDataset(training_images, training_labels), TensorDataset(held_out_images, held_out_labels)
 

@@ -34,7 +34,7 @@ import epl
 VOCABULARY = 512
 LENGTH = 32  # pieces of a sample
 HELD_OUT_SAMPLES = 256
-WARMUP_STEPS = 30
+WARMUP = 0.15  # of all steps
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def make_model(layers: int, hidden: int) -> BertForMaskedLM:
             type_vocab_size=1,
         )
     )
-    # BERT's 0.02 is for vectors of 768 numbers; in narrow ones pieces start out too much alike, and learning sets in late.
+    # BERT's 0.02 is for vectors of 768 numbers. In narrow ones pieces start out too much alike: learning sets in late.
     nn.init.normal_(model.bert.embeddings.word_embeddings.weight, std=0.1)
     return model
 
@@ -116,7 +116,7 @@ class Job:
     def train(self) -> None:
         """The training loop, as it would be on one device."""
         steps = self.arguments.steps
-        schedule = LambdaLR(self.optimizer, lambda step: min((step + 1) / WARMUP_STEPS, 1 - step / (steps + 1)))
+        schedule = LambdaLR(self.optimizer, lambda step: min((step + 1) / (WARMUP * steps), 1 - step / steps))
         progress = Progress(steps, self.arguments.global_batch_size, is_shown=self.is_first_rank)
         for batch in itertools.islice(endless(self.loader), steps):
             if len(self.losses) % self.arguments.evaluate_every == 0:
@@ -152,14 +152,14 @@ class Job:
 
     def curve(self) -> dict[str, Any]:
         """Everything about the run that a comparison needs, ready for JSON."""
-        plan = self.engine.plan
         count = sum(parameter.numel() for parameter in self.engine.model.parameters())
         return {
-            "name": f"{self.arguments.strategy} on {self.num_ranks} ranks",
-            "layout": f"{plan.num_replicas} x {plan.num_stages}",
-            "model": f"BertForMaskedLM, {self.arguments.layers} layers of width {self.arguments.hidden}, {count:,} weights",
+            "name": f"{self.arguments.strategy} on {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}",
+            "model": f"BertForMaskedLM, {self.arguments.layers} layers of width {self.arguments.hidden}, "
+            f"{count:,} weights",
             "data": f"{self.text.num_bytes:,} bytes of {self.text.num_files} files of Python's library "
             f"as {len(self.text.training):,} pieces",
+            "samples_per_step": self.arguments.global_batch_size,
             "seed": self.arguments.seed,
             "losses": self.losses,
             "held_out_losses": self.held_out_losses,
@@ -225,7 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small BERT on the source of Python's library.")
     add = parser.add_argument
     add("--strategy", choices=("dp", "pipeline", "hybrid"), default="dp", help="how the model is annotated")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=200)
     add("--global-batch-size", type=int, default=32, help="samples in a step, over all ranks")
     add("--micro-batches", type=int, default=4, help="parts that a replica cuts its batch into")
     add("--learning-rate", type=float, default=2e-3)

@@ -1,9 +1,10 @@
 """What a model's modules hold besides parameters and buffers: numbers, lists, tensors in plain attributes.
 
 A graph neither reads nor changes them at each step. So what decides forward is part of the key that a graph is kept
-under (`PlainAttributes`), and what forward changes is found, put back, and refused (`ForwardEffects`): the graph would
-keep the first value. Tensors that forward leaves in attributes for others to look at do not change what it computes;
-that they will not be there is said in a warning. A buffer that is assigned a new tensor is written to instead.
+under (`PlainAttributes`), and what forward changes is found and put back (`ForwardEffects`): a plain value that changes at
+each step is refused, since the graph would keep the first one; one that forward sets once stays set. Tensors that forward
+leaves in attributes for others to look at do not change what it computes; that they will not be there is said in a
+warning. A buffer that is assigned a new tensor is written to instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,20 +22,22 @@ import torch.nn as nn
 
 from epl.errors import CaptureError, bulleted
 
-__all__ = ["ForwardEffects", "PlainAttributes", "plain_tensors"]
+__all__ = ["Changes", "ForwardEffects", "PlainAttributes", "autocast_settings", "plain_tensors"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _ORDERED = (list, tuple, deque)
 _CONTAINERS = (dict, set, frozenset, *_ORDERED)
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 _MAX_DEPTH = 5
+_MAX_ITEMS = 1000
 _NOTHING = object()
 
 
 class PlainAttributes:
     """The plain values that a model's modules hold, also in containers and dataclasses, and which tensors they hold.
 
-    Where the values are is found once; ``now`` looks at them, and is quick enough for every step.
+    The autocast around the model belongs to them, since forward does not look the same under another one. Where the values
+    are is found once; ``now`` looks at them, and is quick enough for every step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,8 +57,21 @@ class PlainAttributes:
             self._find()
         plain = tuple([held.get(name) for held, name in self._plain])
         tensors = tuple([id(held.get(name)) for held, name in self._tensors])
-        nests = tuple([tuple(_hashable(_leaves(nest, ""))) for nest in self._nests])
-        return plain, tensors, nests
+        nests = tuple(_hashable(_leaves(("", nest) for nest in self._nests)))
+        return tuple(autocast_settings().items()), plain, tensors, nests
+
+
+def autocast_settings() -> dict[str, str]:
+    """For each kind of device that can be computed on, the dtype of autocast; empty where it is off."""
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        devices.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    return {
+        device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        if torch.is_autocast_enabled(device)
+        else ""
+        for device in devices
+    }
 
 
 def _is_setting(value: Any) -> bool:
@@ -67,25 +84,36 @@ def _hashable(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     return ((path, id(leaf) if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves)
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The plain values and tensors in a nest, with their paths; a set counts as one value."""
-    for inner, item in _walk(value, path, _MAX_DEPTH):
+def _leaves(nests: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The plain values and tensors in nests, with their paths; a set counts as one value."""
+    for path, item in _walk(nests):
         if isinstance(item, (torch.Tensor, *_PLAIN)):
-            yield inner, item
+            yield path, item
         elif isinstance(item, (set, frozenset)):
-            yield inner, frozenset(member for member in item if isinstance(member, _PLAIN))
+            yield path, frozenset(member for member in item if isinstance(member, _PLAIN))
 
 
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """A value and what it holds. One object may hold containers but no further objects: those lead anywhere."""
-    yield path, value
-    if depth:
+def _walk(nests: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Everything in nests; what is held at several places, such as a config, comes once."""
+    seen: set[int] = set()
+
+    def walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        yield path, value
+        if not depth or isinstance(value, (torch.Tensor, *_PLAIN)) or id(value) in seen:
+            return
+        seen.add(id(value))
         for name, item in _items(value):
+            # an object may hold containers, but no further objects: those lead anywhere
             stop = not isinstance(value, _CONTAINERS) and not isinstance(item, _CONTAINERS)
-            yield from _walk(item, f"{path}{name}", 0 if stop else depth - 1)
+            yield from walk(f"{path}{name}", item, 0 if stop else depth - 1)
+
+    for path, value in nests:
+        yield from walk(path, value, _MAX_DEPTH)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS:
+        return [(".__len__()", len(value))]  # a vocabulary, say: data rather than settings
     if isinstance(value, dict):
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, _ORDERED):
@@ -108,13 +136,34 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _all_leaves(model: nn.Module) -> dict[str, Any]:
-    return {path: leaf for prefix, value in _attributes(model) for path, leaf in _leaves(value, prefix)}
-
-
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules hold neither as parameters nor as buffers, by path."""
-    return {path: leaf for path, leaf in _all_leaves(model).items() if isinstance(leaf, torch.Tensor)}
+    return {path: leaf for path, leaf in _leaves(_attributes(model)) if isinstance(leaf, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one run of forward would leave in attributes.
+
+    Args:
+        lines: One for each plain value that it changes.
+        tensors: Paths of the attributes in which it leaves tensors.
+        entries: (container, key, value) of what it changes, where no tensor is in it; key None for a whole list or set.
+    """
+
+    lines: list[str]
+    tensors: list[str]
+    entries: list[tuple[Any, Any, Any]]
+
+    def apply(self) -> None:
+        """Leave the plain values as forward would."""
+        for holder, key, value in self.entries:
+            if key is None:
+                _restore(holder, value)
+            elif value is _NOTHING:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
 
 
 class ForwardEffects:
@@ -125,58 +174,43 @@ class ForwardEffects:
         self._held = [
             (path, module, dict(module._parameters), dict(module._buffers)) for path, module in model.named_modules()
         ]
-        nests = [item for _, value in _attributes(model) for _, item in _walk(value, "", _MAX_DEPTH)]
-        holders: list[Any] = [
-            held for module in model.modules() for held in (vars(module), module._parameters, module._buffers)
-        ]
-        holders += [item if isinstance(item, _CONTAINERS) else vars(item) for item in nests if _can_change(item)]
+        items = {id(item): item for _, item in _walk(_attributes(model)) if _can_change(item)}
+        holders = [vars(module) for module in model.modules()]
+        holders += [item if isinstance(item, _CONTAINERS) else vars(item) for item in items.values()]
         self._copies = [(holder, copy.copy(holder)) for holder in holders]
-        self._before = _all_leaves(model)
+        self._before = dict(_leaves(_attributes(model)))
 
-    def settle(self) -> list[str]:
+    def settle(self) -> Changes:
         """After forward: write to the buffers that were assigned anew, and put attributes back.
 
-        Returns:
-            Paths of the attributes in which forward has left tensors.
-
         Raises:
-            CaptureError: forward has changed anything else; lists all of it.
+            CaptureError: forward has registered parameters or buffers, or changed the form of one.
         """
-        now = _all_leaves(self._model)
-        paths = [path for path in {**self._before, **now} if not _same(*self._pair(path, now))]
-        tensors = [path for path in paths if isinstance(now.get(path, self._before.get(path)), torch.Tensor)]
-        faults = [
-            f"{path}: {' became '.join(map(_shown, self._pair(path, now)))}" for path in paths if path not in tensors
+        now = dict(_leaves(_attributes(self._model)))
+        pairs = {path: (self._before.get(path, _NOTHING), now.get(path, _NOTHING)) for path in {**self._before, **now}}
+        changed = {path: pair for path, pair in pairs.items() if not _same(*pair)}
+        tensors = {path: pair[1] for path, pair in changed.items() if any(isinstance(x, torch.Tensor) for x in pair)}
+        # recurrent modules keep lists of their parameters
+        registered = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        lines = [
+            f"{path}: {_shown(old)} became {_shown(new)}" for path, (old, new) in changed.items() if path not in tensors
         ]
-        faults += self._write_buffers()
+        after = [(holder, _without_tensors(holder, kept)) for holder, kept in self._copies] if lines else []
+        faults = list(self._write_buffers())
         self.put_back()
         if faults:
             raise CaptureError(
-                bulleted(
-                    "forward changes attributes of modules; a graph would keep the first value. Keep such state in a "
-                    "buffer (self.register_buffer) and change it with tensor operations, or change it outside forward "
-                    "(what is the same at every step can be set in __init__):",
-                    faults,
-                )
+                bulleted("forward changes what the model is made of, which a graph cannot follow:", faults)
             )
-        return tensors
-
-    def _pair(self, path: str, now: dict[str, Any]) -> tuple[Any, Any]:
-        return self._before.get(path, _NOTHING), now.get(path, _NOTHING)
+        return Changes(lines, [path for path, new in tensors.items() if id(new) not in registered], after)
 
     def put_back(self) -> None:
         """Attributes, the containers in them, parameters and buffers as they were registered before forward."""
         for holder, kept in self._copies:
-            if isinstance(holder, (list, deque)):
-                holder.clear()
-                holder.extend(kept)
-            elif isinstance(holder, set):
-                holder.intersection_update(kept)
-                holder.update(kept)
-            elif isinstance(holder, dict):
-                for name in [name for name in holder if name not in kept]:
-                    del holder[name]
-                holder.update(kept)
+            _restore(holder, kept)
+        for _, module, parameters, buffers in self._held:
+            _restore(module._parameters, parameters)
+            _restore(module._buffers, buffers)
 
     def _write_buffers(self) -> Iterator[str]:
         """A new tensor under a buffer's name is written to the buffer; lines for what cannot be."""
@@ -194,6 +228,35 @@ class ForwardEffects:
                     continue
                 with torch.no_grad():
                     before.copy_(value)
+
+
+def _restore(holder: Any, kept: Any) -> None:
+    if isinstance(holder, (list, deque)):
+        holder.clear()
+        holder.extend(kept)
+    elif isinstance(holder, set):
+        holder.intersection_update(kept)
+        holder.update(kept)
+    else:
+        for name in [name for name in holder if name not in kept]:
+            del holder[name]
+        holder.update(kept)
+
+
+def _changed_entries(holder: Any, kept: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What differs and has no tensor in it."""
+    if not isinstance(holder, dict):
+        if list(holder) != list(kept) and not _has_tensor(list(holder)):
+            yield holder, None, copy.copy(holder)
+        return
+    for key in [*holder, *(key for key in kept if key not in holder)]:
+        value = holder.get(key, _NOTHING)
+        if key not in _OWN and not _same(kept.get(key, _NOTHING), value) and not _has_tensor(value):
+            yield holder, key, value
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(item, torch.Tensor) for _, item in _walk([("", value)]))
 
 
 def _can_change(item: Any) -> bool:

@@ -16,11 +16,12 @@ import torch
 import torch.nn as nn
 
 from epl.batch import Flat, Structure
-from epl.capture.convert import convert
-from epl.capture.export import export
+from epl.capture.attributes import ForwardEffects
+from epl.capture.convert import Converted, convert
+from epl.capture.export import Exported, export, modules_of
 from epl.capture.opaque import opaque
 from epl.capture.refusals import refuse_hooks
-from epl.errors import CaptureError
+from epl.errors import CaptureError, bulleted
 from epl.ir.graph import Graph
 from epl.ir.verify import verify
 from epl.loss import Step
@@ -57,12 +58,11 @@ def capture(model: nn.Module, step: Step, batch: Flat) -> Captured:
     """
     try:
         refuse_hooks(model)
-        exported = export(model, step, batch.structure, batch.tensors)
-        converted = convert(exported, model, batch.paths)
+        exported, converted = _exported(model, step, batch)
     except CaptureError as error:
         converted = opaque(model, step, batch, error)
         return Captured(converted.graph, converted.functions, {}, structure=step.structure, is_opaque=True)
-    left = exported.marks.left_behind
+    left = [path for changes in exported.marks.changes for path in changes.tensors]
     if left:
         warnings.warn(
             f"forward leaves tensors in attributes ({', '.join(left[:5])}); a parallel step does not. Read them in forward "
@@ -75,4 +75,39 @@ def capture(model: nn.Module, step: Step, batch: Flat) -> Captured:
         converted.constants,
         structure=step.structure,
         follows_data=exported.follows_data,
+    )
+
+
+def _exported(model: nn.Module, step: Step, batch: Flat) -> tuple[Exported, Converted]:
+    """The step as a graph. Where forward sets plain attributes, it is captured again with them set.
+
+    Raises:
+        CaptureError: the model cannot be captured, or forward changes attributes at each call.
+    """
+    exported = export(model, step, batch.structure, batch.tensors)
+    converted = convert(exported, model, batch.paths)
+    changes = [change for change in exported.marks.changes if change.lines]
+    if not changes:
+        return exported, converted
+    before = [ForwardEffects(module) for module in modules_of(model, step)]
+    for change in changes:
+        change.apply()
+    again = export(model, step, batch.structure, batch.tensors)
+    converted_again = convert(again, model, batch.paths)
+    if any(change.lines for change in again.marks.changes) or not _equal(converted, converted_again):
+        for effects in before:
+            effects.put_back()
+        raise CaptureError(
+            bulleted(
+                "forward changes attributes of modules; a graph would keep the first value. Keep such state in a buffer "
+                "(self.register_buffer) and change it with tensor operations, or change it outside forward:",
+                [line for change in changes for line in change.lines],
+            )
+        )
+    return again, converted_again
+
+
+def _equal(one: Converted, other: Converted) -> bool:
+    return one.graph == other.graph and all(
+        torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items()
     )

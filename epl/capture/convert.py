@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 
 from epl.capture.export import Exported
 from epl.capture.functions import FUNCTION_LIBRARY, FunctionCall
-from epl.capture.marks import DEFAULT, SCOPE, SEGMENT
+from epl.capture.marks import AUTOCAST, DEFAULT, GRAD, SCOPE, SEGMENT
 from epl.capture.refusals import user_line_of_stack
 from epl.capture.tags import Tagger
 from epl.errors import CaptureError
@@ -49,6 +49,8 @@ _DROPOUT = {
     "aten.dropout_": (1, 2),
     "aten.rrelu": (None, 3),
 }
+# nested graphs that only say in which mode their operators run
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _SKIPPED = ("aten._assert_tensor_metadata.", "aten.sym_constrain_range", "aten._assert_async.")
 
 
@@ -94,7 +96,7 @@ def convert(exported: Exported, model: nn.Module, paths: tuple[str, ...]) -> Con
     building = _Building(tagger, calls=exported.marks.functions.calls)
     leaves = _leaves(program, model, paths, building)
     constants = leaves.pop("constant_values")
-    _convert_ops(program.graph, building, _Region())
+    _convert_ops(program.graph, building)
     outputs = _outputs(exported, building)
     graph = Graph(**leaves, ops=tuple(building.ops), outputs=outputs, strategies=tuple(tagger.specs()))
     return Converted(graph, building.functions, constants)
@@ -208,27 +210,18 @@ def _type_of(value: Any) -> Type:
 # -- operators ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Region:
-    """What holds for the operators of a nested graph."""
-
-    grad: bool = True
-    autocast: str = ""
-
-
-def _convert_ops(graph: fx.Graph, building: _Building, region: _Region) -> Any:
+def _convert_ops(graph: fx.Graph, building: _Building) -> Any:
     for node in graph.nodes:
         if node.op == "call_function":
-            _convert_node(node, building, region)
+            _convert_node(node, building)
         elif node.op == "output":
             return node.args[0]
     return None
 
 
-def _convert_node(node: fx.Node, building: _Building, region: _Region) -> None:
-    target = str(getattr(node.target, "__name__", node.target))
-    if target in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-        _inline(node, building, region, target)
+def _convert_node(node: fx.Node, building: _Building) -> None:
+    if str(getattr(node.target, "__name__", node.target)) in _REGIONS:
+        _inline(node, building)
         return
     text = _target_text(node)
     if text.startswith(_SKIPPED):
@@ -239,7 +232,7 @@ def _convert_node(node: fx.Node, building: _Building, region: _Region) -> None:
     args = tuple(_argument(arg, building) for arg in node.args)
     kwargs = tuple((key, _argument(value, building)) for key, value in node.kwargs.items())
     op = Op(building.unique(_identifier(node.name)), _type_of(node.meta.get("val")), text, args, kwargs)
-    op = _with_place(op, node, building, region)
+    op = _with_place(op, node, building)
     op = _with_effects(op, node, building)
     building.ops.append(op)
     building.names[node] = Ref(op.name)
@@ -251,19 +244,15 @@ def _first(node: fx.Node) -> fx.Node:
     return first
 
 
-def _inline(node: fx.Node, building: _Building, region: _Region, kind: str) -> None:
-    """Put the operators of a nested graph in place of the call."""
-    if kind == "wrap_with_set_grad_enabled":
-        grad, body, *args = node.args
-        inner = replace(region, grad=bool(grad))
-    else:
-        device, dtype, enabled, _, body, *args = node.args
-        inner = replace(region, autocast=f"{device}:{str(dtype).removeprefix('torch.')}" if enabled else "")
+def _inline(node: fx.Node, building: _Building) -> None:
+    """Put the operators of a nested graph in place of the call; the marks on them say what holds there."""
+    place = next(place for place, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+    body, *args = node.args[place:]
     module = getattr(node.graph.owning_module, str(body.target))  # type: ignore[union-attr]
     placeholders = [inner_node for inner_node in module.graph.nodes if inner_node.op == "placeholder"]
     for placeholder, arg in zip(placeholders, args, strict=True):
         building.names[placeholder] = _argument(arg, building)
-    results = _convert_ops(module.graph, building, inner)
+    results = _convert_ops(module.graph, building)
     building.names[node] = _argument(results, building)
 
 
@@ -292,7 +281,7 @@ def _argument(arg: Any, building: _Building) -> Argument:
     return arg
 
 
-def _with_place(op: Op, node: fx.Node, building: _Building, region: _Region) -> Op:
+def _with_place(op: Op, node: fx.Node, building: _Building) -> Op:
     custom = node.meta.get("custom") or {}
     stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     modules = [path.split("@")[0].removeprefix("model").removeprefix(".") for path in stack]
@@ -303,8 +292,8 @@ def _with_place(op: Op, node: fx.Node, building: _Building, region: _Region) -> 
         source=user_line_of_stack(_stack(node)),
         tag=building.tagger.tag(op, modules, custom.get(SCOPE), custom.get(DEFAULT)),
         segment=None if segment is None else int(segment),
-        grad=region.grad,
-        autocast=region.autocast,
+        grad=custom.get(GRAD) is None,
+        autocast=custom.get(AUTOCAST, ""),
     )
 
 

@@ -28,13 +28,13 @@ from torch.fx.traceback import annotate_fn, preserve_node_meta
 
 from epl.batch import Structure
 from epl.capture.attributes import ForwardEffects, plain_tensors
-from epl.capture.marks import Marks, PartPlace, marking
+from epl.capture.marks import Marks, PartPlace, annotating, marking
 from epl.capture.randomness import python_random_refused
 from epl.capture.refusals import autograd_calls_refused, is_users, user_line
 from epl.errors import CaptureError, EplError
 from epl.loss import Step
 
-__all__ = ["Exported", "export"]
+__all__ = ["Exported", "export", "modules_of"]
 
 _REAL_VALUES = {"fake_tensor_propagate_real_tensors": True, "generate_fake_kernels_from_real_mismatches": True}
 # what export says -> what it means
@@ -64,14 +64,17 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         step, structure, marks = self.hidden
         marks.restart()
-        effects = [ForwardEffects(module) for module in _modules(self.model, step)]
+        if marks.with_real_values:
+            _give_values(self.model, marks.parameters)
+        effects = [ForwardEffects(module) for module in modules_of(self.model, step)]
         try:
-            parts = step.run(self.model, structure.unflatten(tensors))
+            with annotating(marks):
+                parts = step.run(self.model, structure.unflatten(tensors))
         except BaseException:
             for effect in effects:
                 effect.put_back()
             raise
-        marks.left_behind = [path for effect in effects for path in effect.settle()]
+        marks.changes = [effect.settle() for effect in effects]
         results = [value for _, value in parts if isinstance(value, torch.Tensor)]
         places = iter(range(len(results)))
         # kept with the marks, since export undoes what forward does to attributes of the module
@@ -88,7 +91,7 @@ def export(model: nn.Module, step: Step, structure: Structure, tensors: Sequence
     Raises:
         CaptureError: export cannot follow the model, or would change what it computes; with the user's line.
     """
-    marks = Marks()
+    marks = Marks({path: held.detach() for path, held in model.named_parameters(remove_duplicate=False)})
     wrapper = _Wrapper(model, step, structure, marks)
     if step.loss_fn is not None:
         annotate_fn({})(step.loss_fn)  # so that export records its lines, as it does those of a module's forward
@@ -97,13 +100,21 @@ def export(model: nn.Module, step: Step, structure: Structure, tensors: Sequence
         stack.enter_context(marking(marks))
         stack.enter_context(autograd_calls_refused(marks.functions.is_inside))
         stack.enter_context(python_random_refused(model))
-        stack.enter_context(_state_kept(_modules(model, step)))
+        stack.enter_context(_state_kept(modules_of(model, step)))
         stack.enter_context(preserve_node_meta())
+        stack.enter_context(torch.enable_grad())
         program, follows_data = _export(wrapper, _apart(tensors))
     return Exported(program, marks, follows_data)
 
 
-def _modules(model: nn.Module, step: Step) -> list[nn.Module]:
+def _give_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Export beside real values leaves those of parameters uninitialised: torch 2.13 copies plain tensors only."""
+    for path, fake in model.named_parameters(remove_duplicate=False):
+        if getattr(fake, "real_tensor", None) is not None:
+            fake.real_tensor = values[path]  # type: ignore[attr-defined]
+
+
+def modules_of(model: nn.Module, step: Step) -> list[nn.Module]:
     """The model, and a loss function that is a module itself."""
     return [model, step.loss_fn] if isinstance(step.loss_fn, nn.Module) else [model]
 
@@ -124,6 +135,7 @@ def _export(wrapper: _Wrapper, tensors: tuple[torch.Tensor, ...]) -> tuple[Expor
     except Exception as error:
         if not _met_data(error):
             raise _capture_error(error) from error
+    wrapper.hidden[2].with_real_values = True
     try:
         with functorch_options(_REAL_VALUES), _parameters_unchanged(wrapper.model):
             return torch.export.export(wrapper, tensors, strict=False), True

@@ -1,33 +1,40 @@
 """What a plain export would lose, marked while the model's forward runs under it.
 
-Three things are marked on the operators of the graph:
+Four things are marked on the operators of the graph:
 
 - **call scopes**: ``with epl.replicate(...)`` inside forward;
 - **recompute segments**: what ran inside ``torch.utils.checkpoint.checkpoint``, which export dissolves without a word;
+- **grad mode and autocast**: export has them as nested graphs, and loses ``no_grad`` inside ``autocast`` (torch 2.13);
 - **custom autograd functions**: export would keep their forward and lose their backward (``functions.py``).
 
-Marks travel as ``torch.fx.traceback.annotate`` puts them: in ``node.meta["custom"]``.
+Marks travel as ``torch.fx.traceback.annotate`` puts them: in ``node.meta["custom"]``. Each call of torch's is annotated by
+itself, since others annotate, too, and forget on leaving what was opened inside (``checkpoint`` does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx.traceback import annotate
+from torch.overrides import TorchFunctionMode
 
+from epl.capture.attributes import Changes, autocast_settings
 from epl.capture.checkpoints import checkpoints_plain
 from epl.capture.functions import FunctionCalls
 from epl.errors import CaptureError
 from epl.scopes import Strategy, tracing
 
-__all__ = ["SCOPE", "SEGMENT", "Marks", "PartPlace", "marking"]
+__all__ = ["AUTOCAST", "DEFAULT", "GRAD", "SCOPE", "SEGMENT", "Marks", "PartPlace", "annotating", "marking"]
 
 SCOPE = "epl_scope"
 SEGMENT = "epl_segment"
 DEFAULT = "epl_default"
+GRAD = "epl_grad"
+AUTOCAST = "epl_autocast"
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,16 @@ class PartPlace:
 
 
 class Marks:
-    """The marks of one capture: strategies in order of first use, segments, kept functions, the parts of the result."""
+    """The marks of one capture: strategies in order of first use, segments, kept functions, the parts of the result.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: The values of the model's parameters, for an export beside real values.
+    """
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.with_real_values = False
         self.functions = FunctionCalls()
-        self._annotation = ExitStack()
-        self._now: dict[str, str] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -53,35 +64,36 @@ class Marks:
         self.strategies: list[Strategy] = []
         self.entered: list[Strategy] = []
         self.parts: tuple[PartPlace, ...] = ()
-        self.left_behind: list[str] = []
+        self.changes: list[Changes] = []
         self.num_segments = 0
         self.functions.restart()
-        self.close()
+        self._now: dict[str, str] = {}
+        self._autocast_around = autocast_settings()
 
-    def close(self) -> None:
-        """Mark nothing from here on; a default strategy that forward has set ends with it."""
-        self._now = {}
-        self._annotation.close()
-
-    def _mark(self, key: str, number: str | None) -> None:
-        """Change one mark; the others stay, in whatever order they were opened."""
-        kept = {other: value for other, value in self._now.items() if other != key}
-        self._now = kept if number is None else {**kept, key: number}
-        self._annotation.close()
-        if self._now:
-            self._annotation.enter_context(annotate(self._now))
+    def now(self) -> dict[str, str]:
+        """What an operator that runs now is marked with."""
+        marks = dict(self._now)
+        if not torch.is_grad_enabled():
+            marks[GRAD] = "off"
+        # what is off everywhere needs no word; what is off here and on around forward does
+        words = [
+            f"{device}:{dtype}"
+            for device, dtype in autocast_settings().items()
+            if dtype or self._autocast_around.get(device)
+        ]
+        return {**marks, AUTOCAST: ",".join(words)} if words else marks
 
     # -- scopes (epl.scopes.Tracer) -----------------------------------------------------------------------------
 
     def enter(self, strategy: Strategy) -> None:
         self.entered.append(strategy)
-        self._mark(SCOPE, self._index(strategy))
+        self._now[SCOPE] = self._index(strategy)
 
     def exit(self, strategy: Strategy) -> None:
-        self._mark(SCOPE, None)
+        self._now.pop(SCOPE, None)
 
     def set_default(self, strategy: Strategy) -> None:
-        self._mark(DEFAULT, self._index(strategy))
+        self._now[DEFAULT] = self._index(strategy)
 
     def _index(self, strategy: Strategy) -> str:
         if strategy not in self.strategies:
@@ -98,23 +110,41 @@ class Marks:
                 "torch.utils.checkpoint with a context_fn (selective recompute) cannot be captured yet; leave context_fn "
                 "out, or train the model as one TaskGraph, where it runs as it is"
             )
-        around, mine = self._now.get(SEGMENT), str(self.num_segments)
+        marks, around, mine = self._now, self._now.get(SEGMENT), str(self.num_segments)
         self.num_segments += 1
-        self._mark(SEGMENT, mine)
+        marks[SEGMENT] = mine
         try:
             yield
         finally:
             # a segment that an error has left is closed late, when its generator is collected
-            if self._now.get(SEGMENT) == mine:
-                self._mark(SEGMENT, around)
+            if around is not None and marks.get(SEGMENT) == mine:
+                marks[SEGMENT] = around
+            elif marks.get(SEGMENT) == mine:
+                del marks[SEGMENT]
+
+
+class _Marking(TorchFunctionMode):
+    """Annotates what each call of torch's adds to the graph."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with annotate(self._marks.now()):
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def marking(marks: Marks) -> Iterator[None]:
-    """While this is open, scopes, checkpoints and custom autograd functions are marked."""
+    """While this is open, scopes are told to the marks, checkpoints are segments, custom autograd functions are kept."""
     with ExitStack() as stack:
         stack.enter_context(tracing(marks))
         stack.enter_context(checkpoints_plain(marks.segment))
         stack.enter_context(marks.functions.kept())
-        stack.callback(marks.close)
         yield
+
+
+def annotating(marks: Marks) -> AbstractContextManager[Any]:
+    """While this is open, which must be inside forward, operators carry the marks."""
+    return _Marking(marks)

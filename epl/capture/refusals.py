@@ -46,6 +46,9 @@ _CALLS: tuple[tuple[Any, str, str], ...] = (
         "changes how autograd saves tensors, which a graph ignores",
     ),
 )
+# transformers' gradient checkpointing puts it on embeddings, so that gradients reach into reentrant checkpoints behind
+# frozen ones; a captured graph has none of those
+_HARMLESS_HOOK = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -55,6 +58,7 @@ def refuse_hooks(model: nn.Module) -> None:
         for path, module in model.named_modules()
         for kind in _MODULE_HOOKS
         for hook in getattr(module, kind, {}).values()
+        if not getattr(hook, "__qualname__", "").endswith(_HARMLESS_HOOK)
     ]
     if on_modules:
         raise CaptureError(bulleted("hooks would run at capture only, not at each step; remove them:", on_modules))

@@ -117,7 +117,7 @@ class Op:
         random: Number of its first random draw in the step; None if it draws none.
         segment: Number of the recompute segment that it is in, if any.
         grad: False inside ``torch.no_grad``.
-        autocast: ``cpu:bfloat16`` inside ``torch.autocast``, else empty.
+        autocast: ``cpu:bfloat16`` inside ``torch.autocast``, ``cpu:`` where it is turned off inside one, else empty.
     """
 
     name: str

@@ -18,6 +18,7 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -94,9 +95,14 @@ def same_branch(holds: bool, message: str) -> None:
         )
 
 
-def _autocast(setting: str) -> Any:
-    device, _, dtype = setting.partition(":")
-    return torch.autocast(device, dtype=getattr(torch, dtype))
+@contextmanager
+def _autocast(settings: str) -> Iterator[None]:
+    """``cpu:bfloat16,cuda:``: on for one kind of device, and off for another."""
+    with ExitStack() as stack:
+        for setting in settings.split(","):
+            device, _, dtype = setting.partition(":")
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype, None), enabled=bool(dtype)))
+        yield
 
 
 def generate_code(name: str, ops: tuple[Op, ...], arguments: tuple[str, ...], results: tuple[str, ...]) -> StageCode:

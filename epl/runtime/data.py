@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset
 
 from epl.batch import cut, flatten, take
 from epl.errors import ConfigError
+from epl.scopes import tag_of
 
-__all__ = ["ReplicaLoader", "Share"]
+__all__ = ["ReplicaLoader", "Share", "guess_num_replicas"]
 
 Share = tuple[int, int]
 
@@ -84,6 +86,14 @@ class ReplicaLoader:
     def _in_process(self) -> dict[str, Any]:
         worker_options = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
         return {key: value for key, value in self._options.items() if key not in worker_options}
+
+
+def guess_num_replicas(model: nn.Module, world_size: int) -> int:
+    """From the annotations that are visible without a capture; a wrong guess costs one more capture."""
+    tags = [tag_of(module) for module in model.modules()]
+    strategies = {id(tag.strategy): tag.strategy for tag in tags if tag is not None}
+    devices = sum(strategy.device_count for strategy in strategies.values()) or 1
+    return max(1, world_size // devices)
 
 
 def _share_of(batch: Sequence[int], replica: int, num_replicas: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +21,39 @@ from epl.loss import LossFunction
 from epl.planner.make import make_plan, shares_devices
 from epl.planner.plan import Plan
 from epl.planner.table import plan_table
-from epl.runtime.agree import agree_on, all_succeed
+from epl.runtime.agree import StepNumbers, agree_on, agree_on_step, all_succeed, digest
 from epl.runtime.catalog import Catalog
 from epl.runtime.clip import clip_grad_norm
+from epl.runtime.data import guess_num_replicas
 from epl.runtime.logs import write_plan
-from epl.runtime.model import ParallelModel
+from epl.runtime.model import ParallelModel, in_eval_mode
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
-from epl.runtime.state import align_buffers, first_names, gather_state, load_whole, make_equal, release, whole_shapes
+from epl.runtime.state import (
+    add_gradients,
+    align_buffers,
+    first_names,
+    gather_state,
+    load_whole,
+    make_equal,
+    model_lines,
+    release,
+    scale_gradients,
+    take_gradients,
+    whole_shapes,
+)
 from epl.runtime.trace import StepTrace, recording
-from epl.runtime.verify import Report, Setting, buffers_kept, compare, gather_batches, plain_step, small_part
+from epl.runtime.verify import (
+    Report,
+    Setting,
+    buffers_kept,
+    compare,
+    gather_batches,
+    plain_step,
+    small_part,
+    stale_weights,
+)
 from epl.runtime.world import World
-from epl.scopes import tag_of
 
 __all__ = ["Engine"]
 
@@ -109,10 +131,13 @@ class Engine:
     def _prepare(self, batch: Any, kind: str) -> Plan:
         if self._runner is not None:
             return self._runner.plan
+        agree_on(self._world, "the settings", [f"{key} = {value!r}" for key, value in self._config.to_dict().items()])
+        agree_on(self._world, "the model's parameters", model_lines(self._model))
+        self._world.watch.now("the capture of the model")
         plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))
-        agree_on(self._world, "the plan and the settings", [*plan.to_json().splitlines(), str(self._config.to_dict())])
+        agree_on(self._world, "the plan", plan.to_json().splitlines())
         if make_equal(self._world, self._model) and self._world.rank == 0:
-            warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=3)
+            warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=4)
         release(self._model, plan, self._world.rank)
         self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
         self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
@@ -139,16 +164,9 @@ class Engine:
             example: Gives a batch for the plan, from a guess of the number of replicas.
         """
         if self._runner is None:
-            self.prepare(example(self._guess_num_replicas()))
+            self.prepare(example(guess_num_replicas(self._model, self._world.size)))
         _, replica, _ = self.plan.place_of(self._world.rank)
         return replica, self.plan.num_replicas
-
-    def _guess_num_replicas(self) -> int:
-        """From the annotations that are visible without a capture; a wrong guess costs one more capture."""
-        tags = [tag_of(module) for module in self._model.modules()]
-        strategies = {id(tag.strategy): tag.strategy for tag in tags if tag is not None}
-        devices = sum(strategy.device_count for strategy in strategies.values()) or 1
-        return max(1, self._world.size // devices)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -187,7 +205,7 @@ class Engine:
         if not self._verified:
             self._verified = True
             self._verify_first(batch)
-        earlier = self.take_gradients()
+        earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
         self.add_gradients(earlier)
         return merged.result
@@ -198,14 +216,14 @@ class Engine:
         self._buffers_differ = True
         merged = self._merge(ran)
         if merged.divisor is not None and self.plan.reduce_method == "mean":
-            self._scale_gradients(1.0 / merged.divisor if merged.divisor else float("nan"))
+            scale_gradients(self._parameters, 1.0 / merged.divisor if merged.divisor else float("nan"))
         return merged
 
     def pending_gradients(self, batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
         """What `forward_backward` returns, and the gradients, which stay off the parameters; for `model`."""
-        earlier = self.take_gradients()
+        earlier = take_gradients(self._parameters)
         result = self.forward_backward(batch)
-        pending = self.take_gradients()
+        pending = take_gradients(self._parameters)
         self.add_gradients(earlier)
         return result, pending
 
@@ -224,7 +242,7 @@ class Engine:
 
     def eval_step(self, batch: Any) -> Any:
         """The loss of the global batch in eval mode, without gradients; returns as `train_step` does."""
-        with self._eval_mode():
+        with in_eval_mode(self._model):
             self.prepare(batch)
             self._align_buffers()
             return self._merge(self._prepared.run("eval", batch)).result
@@ -232,41 +250,15 @@ class Engine:
     def _merge(self, ran: Ran) -> Merged:
         return merge(self._world, ran.variant.graph, ran.results, ran.num_samples)
 
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        training = [module for module in self._model.modules() if module.training]
-        self._model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
     def _align_buffers(self) -> None:
         runner = self._prepared
         if self._buffers_differ and runner.changes_buffers:
             align_buffers(self._world, self._model, runner.plan, runner.groups)
         self._buffers_differ = False
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """The parameters' gradients, in order, taken off them; copies, since a later step reuses the buckets' memory."""
-        taken = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-        self.zero_grad()
-        return taken
-
     def add_gradients(self, gradients: Iterable[torch.Tensor | None], factor: torch.Tensor | float = 1.0) -> None:
-        """Add ``factor`` times these gradients, in the order of the parameters, to the parameters' own."""
-        with torch.no_grad():
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                if gradient is not None:
-                    scaled = gradient * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else gradient
-                    parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-
-    def _scale_gradients(self, factor: float) -> None:
-        with torch.no_grad():
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        """Add ``factor`` times these gradients, in the order of the parameters, to the parameters' own; for `model`."""
+        add_gradients(self._parameters, gradients, factor)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -289,6 +281,10 @@ class Engine:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _together(self, call: str) -> None:
+        """Raise on all ranks if they are not all in this call: one rank alone would wait for the others for ever."""
+        agree_on_step(self._world, self.plan, StepNumbers(1, digest(call), 0, 0, 0, 0), (call, ""))
+
     # -- the whole model ----------------------------------------------------------------------------------------
 
     @property
@@ -301,11 +297,12 @@ class Engine:
         values, if the model gives one).
         """
         if self._parallel_model is None:
-            self._parallel_model = ParallelModel(self, self._model)
+            self._parallel_model = ParallelModel(self, self._model, has_loss_fn=self._loss_fn is not None)
         return self._parallel_model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of the whole model under its original names, on every rank; all ranks call it together."""
+        self._together("state_dict")
         tensors, first = gather_state(self._world, self._model, self.plan), first_names(self._model)
         found: dict[str, torch.Tensor] = {}
         for name in self._model.state_dict():
@@ -324,6 +321,7 @@ class Engine:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Every parameter's gradient, whole, under its first name, on every rank; all ranks call it together."""
+        self._together("gradients")
         return gather_state(self._world, self._model, self.plan, gradients=True)
 
     def verify(self, batch: Any, *, tolerance: float | None = None) -> Report:
@@ -334,7 +332,7 @@ class Engine:
             tolerance: Largest relative difference; None for 1e-9 in float64 and 1e-4 in float32.
 
         Returns:
-            The table: loss, global norm and every gradient.
+            The table: loss, global norm and every gradient; weights that ranks disagree on come first.
 
         Raises:
             VerifyError: something differs; names the first tensor that does.
@@ -343,10 +341,12 @@ class Engine:
 
     def _report(self, batch: Any, tolerance: float | None) -> Report:
         self.prepare(batch)
+        self._together("verify")
         runner, world = self._prepared, self._world
-        earlier, step = self.take_gradients(), runner.step
+        earlier, step = take_gradients(self._parameters), runner.step
         with buffers_kept(self._model):
             weights = gather_state(world, self._model, self.plan)
+            stale = stale_weights(world, self._model, self.plan)
             batches = gather_batches(world, self.plan, batch)
             ran = self._run_training(batch)
             gradients = self.gradients()
@@ -360,7 +360,8 @@ class Engine:
             whole = {path: tensor for path, tensor in weights.items() if tensor is not None}
             setting = Setting(world, self.plan, ran.graph, runner.base_seed, step)
             reference = plain_step(self._model, self._loss_fn, whole, batches, setting)
-            return compare(reference, ran.loss, gradients, self.plan, tolerance)
+            report = compare(reference, ran.loss, gradients, self.plan, tolerance)
+            return replace(report, differences=(*stale, *report.differences))
 
         return world.gather(all_succeed(world, make_report))[0]
 

@@ -93,7 +93,7 @@ class Executor:
             with record_function(f"epl {instruction}"), self._recorder.instruction(instruction):
                 self._run_one(instruction)
         self._channels.finish_sends()
-        self._watch.now("the script, after a step")
+        self._watch.after_run()
 
     def _run_one(self, instruction: Instruction) -> None:
         self._watch.now(instruction)

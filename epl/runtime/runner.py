@@ -146,6 +146,7 @@ class Runner:
 
     def _begin(self, kind: str, batch: Any) -> tuple[list[_Part], list[StepNumbers]]:
         """Everything that can go wrong before ranks wait for one another, and the check that it has not."""
+        self.world.watch.now(f"the start of {_CALLS[kind]}")
         error: Exception | None = None
         parts: list[_Part] = []
         mine = StepNumbers(0, _KINDS.index(kind), 0, 0, 0, 0)

@@ -6,7 +6,7 @@ right and a use by mistake shows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch.nn as nn
 
 from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
-from epl.runtime.agree import agree_on, all_succeed, content_of
+from epl.runtime.agree import all_succeed, content_of
 from epl.runtime.world import Group, World
 
 __all__ = [
+    "add_gradients",
     "align_buffers",
     "first_names",
     "gather_state",
@@ -28,6 +29,8 @@ __all__ = [
     "make_equal",
     "model_lines",
     "release",
+    "scale_gradients",
+    "take_gradients",
     "tensors_by_path",
     "whole_shapes",
 ]
@@ -58,10 +61,11 @@ def model_lines(model: nn.Module) -> list[str]:
 def make_equal(world: World, model: nn.Module) -> bool:
     """Give every rank rank 0's weights and buffers; True if some rank had others (another seed, a checkpoint on rank 0).
 
+    The ranks' models have the same `model_lines`.
+
     Raises:
-        RunError: the ranks' models have different tensors, or an earlier engine has spread them over the ranks.
+        RunError: an earlier engine has spread the model over the ranks.
     """
-    agree_on(world, "the model's parameters", model_lines(model))
     all_succeed(world, lambda: _refuse_released(model))
     tensors = list(tensors_by_path(model).values())
     numbers = world.gather_numbers([_fingerprint(tensors)])
@@ -169,6 +173,33 @@ def align_buffers(world: World, model: nn.Module, plan: Plan, groups: Mapping[tu
         for entry in plan.parameters:
             if entry.kind == "buffer" and is_held(entry, stage):
                 dist.broadcast(tensors[entry.path].data, src=plan.ranks_of_column(0)[stage], group=group.handle)
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """These parameters' gradients, taken off them; copies, since a later step reuses the buckets' memory."""
+    taken = [None if p.grad is None else p.grad.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return taken
+
+
+def add_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Iterable[torch.Tensor | None], factor: torch.Tensor | float = 1.0
+) -> None:
+    """Add ``factor`` times these gradients to the parameters' own."""
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                scaled = gradient * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else gradient
+                parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients, in place."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def gather_state(

@@ -1,16 +1,17 @@
-"""Compare a parallel step with one plain process: the loss, every gradient, the global norm.
+"""Compare a parallel step with one plain process: the loss, every gradient, the global norm; and ranks' weights.
 
 The reference is the user's own model, called as plain PyTorch on rank 0 with the whole weights. It gets the whole global
-batch at once, unless the model's result depends on how a batch is cut (batch norm in training mode, random numbers):
-then it gets the same parts, with the same random numbers, and the report says so.
+batch at once, unless the result depends on how a batch is cut (batch norm in training mode, random numbers, summed
+gradients): then it gets the same parts, with the same random numbers, and the report says so.
 """
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from epl.planner.plan import Plan
 from epl.runtime.rng import generator_kept, reseeder
 from epl.runtime.world import World
 
-__all__ = ["Difference", "Reference", "Report", "compare", "plain_step"]
+__all__ = ["Difference", "Reference", "Report", "compare", "plain_step", "stale_weights"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _BY_PARTS = ("aten.batch_norm.", "aten.instance_norm.")
@@ -110,7 +111,7 @@ def plain_step(
 ) -> Reference:
     """The step of one plain process with these weights on all replicas' batches."""
     plain = _with_weights(model, weights)
-    by_parts = _depends_on_parts(setting.graph)
+    by_parts = _depends_on_parts(setting, batches)
     parts = list(_parts(batches, setting.plan)) if by_parts else [_whole(batches)]
     total = sum(part.num_samples for part in parts)
     step = loss_step(loss_fn)
@@ -158,8 +159,11 @@ def _with_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> nn.M
     return copy.deepcopy(model, memo)
 
 
-def _depends_on_parts(graph: Graph) -> bool:
-    return any(op.random is not None or op.target.startswith(_BY_PARTS) for op in graph.ops)
+def _depends_on_parts(setting: Setting, batches: Sequence[Flat]) -> bool:
+    """True if the whole global batch at once would not give the same, or cannot be put together."""
+    forms = {(flat.structure, tuple(tensor.shape[1:] for tensor in flat.tensors)) for flat in batches}
+    by_parts = any(op.random is not None or op.target.startswith(_BY_PARTS) for op in setting.graph.ops)
+    return by_parts or setting.plan.reduce_method == "sum" or len(forms) > 1
 
 
 def _whole(batches: Sequence[Flat]) -> _Part:
@@ -186,6 +190,33 @@ def _parts(batches: Sequence[Flat], plan: Plan) -> Iterator[_Part]:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def stale_weights(world: World, model: nn.Module, plan: Plan) -> tuple[Difference, ...]:
+    """The parameters of which some rank holds another value than the owner: an update that did not reach it."""
+    stage, _, _ = plan.place_of(world.rank)
+    parameters = dict(model.named_parameters())
+    mine = {path: parameters[path].detach().cpu() for path in _held_by(plan, stage)}
+    everyone = world.gather({path: _content(tensor) for path, tensor in mine.items()})
+    found: list[Difference] = []
+    for entry in plan.parameters:
+        numbers = {rank: numbers[entry.path] for rank, numbers in enumerate(everyone) if entry.path in numbers}
+        owner = plan.ranks_of_column(0)[entry.owner]
+        others = [rank for rank, number in numbers.items() if number != numbers[owner]]
+        if others:
+            values = world.gather(mine.get(entry.path))
+            first = _tensor(entry.path, values[owner], values[others[0]], 0.0, entry.stages)
+            note = f"the weight itself is another on ranks {others} than on rank {owner}"
+            found.append(replace(first, name=f"weight {entry.path}", note=note))
+    return tuple(found)
+
+
+def _held_by(plan: Plan, stage: int) -> list[str]:
+    return [entry.path for entry in plan.parameters if entry.kind == "parameter" and stage in entry.stages]
+
+
+def _content(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def compare(

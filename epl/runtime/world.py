@@ -1,13 +1,13 @@
-"""The ranks of a job and the groups they talk in: the only place that makes process groups.
+"""The ranks of a job, the groups they talk in, and what becomes of a wait that fails.
 
-One rank is the degenerate case: a world of one has groups of one, whose collectives do nothing.
+One rank is the degenerate case: a world of one has groups of one, whose collectives do nothing. How the ranks meet is
+said in `epl.runtime.meeting`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epl.cluster import Cluster
-from epl.config import Config
-from epl.errors import ConfigError, RunError, bulleted
+from epl.errors import RunError, bulleted
 from epl.runtime.record import Recorder
 from epl.runtime.watch import Watch
 
-__all__ = ["Group", "World", "connect"]
+__all__ = ["Group", "World"]
 
-_GRACE_S = 5.0  # how long a rank that lost its peer looks for the reason
+_NO_TAG = 2**30  # of a message that nobody sends
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,21 @@ class World:
             self._groups[key] = Group(members, handle)
         return self._groups[key]
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the limit on each wait, also in the groups that there are."""
+        if timeout_s == self.timeout_s:
+            return
+        self.timeout_s = timeout_s
+        for group in self._joined(with_default=self.owns_process_group):
+            group.handle.set_timeout(timedelta(seconds=timeout_s))
+
+    def _joined(self, *, with_default: bool) -> list[Group]:
+        """The groups that this rank talks in; torch's default group among them or not."""
+        groups = [self.control, *list(self._groups.values())]
+        if with_default and dist.is_initialized():
+            groups.append(Group(tuple(range(self.size)), dist.group.WORLD))
+        return [group for group in groups if group.handle is not None and self.rank in group.ranks]
+
     # -- small messages -----------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
@@ -87,7 +100,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.waiting("the values of all ranks"):
+        with self.waiting("the values of all ranks", self.control.ranks):
             dist.all_gather_object(values, value, group=self.control.handle)
         return values
 
@@ -97,128 +110,91 @@ class World:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = torch.empty(self.size * len(numbers), dtype=torch.int64)
-        with self.waiting("the step's numbers of all ranks"):
+        with self.waiting("the step's numbers of all ranks", self.control.ranks):
             dist.all_gather_single(everyone, mine, group=self.control.handle)
         return everyone.view(self.size, -1).tolist()
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of a small CPU tensor, in place."""
         if self.size > 1:
-            with self.waiting("the sum over all ranks"):
+            with self.waiting("the sum over all ranks", self.control.ranks):
                 dist.all_reduce(numbers, group=self.control.handle)
         return numbers
 
     # -- failures -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Any:
-        """Turn a failed wait into an error that says what was waited for, and why the other rank is gone."""
-        with self.watch.waiting(what), self.recorder.other(what, "wait"):
+    def waiting(self, what: str, ranks: Sequence[int] = ()) -> Any:
+        """Turn a failed wait into an error that says what was waited for, and why the other rank is gone.
+
+        Args:
+            what: What is waited for.
+            ranks: Ranks each of which has to do something for the wait to end; empty: not known. If one of them has
+                ended its script, the wait is cut short.
+        """
+        if self.watch.own_failure is not None:
+            raise RunError(
+                f"rank {self.rank} has failed before, with {self.watch.own_failure}. Since then the ranks are out of step "
+                "with one another, and nothing that they do together can be done: end the script, and start it again."
+            )
+        with self.watch.waiting(what, ranks), self.recorder.other(what, "wait"):
             try:
                 yield
-            except RuntimeError as error:
-                if isinstance(error, RunError):
+            except RunError:
+                raise
+            except BaseException as error:
+                lost = self._lost(what, ranks, error) if _is_of_communication(error) else error
+                # even if a signal's handler has raised it: the other ranks wait for this one to do its part
+                self.watch.report_failure(lost)
+                if lost is error:
                     raise
-                raise self._lost(what, error) from error
+                raise lost from error
 
-    def _lost(self, what: str, error: BaseException) -> RunError:
+    def _lost(self, what: str, ranks: Sequence[int], error: BaseException) -> RunError:
         """The error of a rank whose wait failed: the first failure that a rank reported, else what the others do."""
         ran_out = "imed out" in str(error)
-        reported = self.watch.failure(0.0 if ran_out else min(_GRACE_S, self.timeout_s))
-        if reported is not None:
-            return RunError(f"{reported}\n  (rank {self.rank} was waiting for {what})")
-        reason = str(error).strip().splitlines()
+        cause, lines = self.watch.find_reason(ranks, ran_out=ran_out)
+        if cause is not None:
+            return RunError(f"{cause}\n  (rank {self.rank} was waiting for {what})")
+        *_, reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = re.sub(r"^\[\S+:\d+\] ", "", reason)  # where in gloo's sources
         return RunError(
             bulleted(
                 f"rank {self.rank} waited for {what} and "
                 + (f"{self.timeout_s:g} s (communication.timeout) have passed" if ran_out else "lost the connection")
-                + f": {reason[-1] if reason else type(error).__name__}. The other ranks, those to look at first:",
-                self.watch.ask_all(),
+                + f": {reason.rstrip('.')}. The other ranks, those to look at first:",
+                lines,
             )
         )
 
+    def hang_up(self) -> None:
+        """Close this rank's connections over the CPU, which ends every wait that its main thread is in with an error.
+
+        gloo closes all connections of a group when a wait in it runs out, and there is no other way to end a wait in
+        progress (``ProcessGroup.abort`` does nothing for gloo in torch 2.13). So one is let run out.
+        """
+        for group in self._joined(with_default=True):
+            other = next(rank for rank in group.ranks if rank != self.rank)
+            with contextlib.suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1), other, group=group.handle, tag=_NO_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
-        """End torch's process group, if `connect` made it."""
+        """Take leave of the other ranks, and end torch's process group if `connect` made it."""
         self.watch.close()
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._groups.clear()
 
 
-def connect(cluster: Cluster, config: Config) -> World:
-    """Join the job that the launcher started; a process without a launcher is a world of one.
+def _is_of_communication(error: BaseException) -> bool:
+    """True if torch's communication raised it, and not the handler of a signal that came during the wait.
 
-    Raises:
-        ConfigError: ``cluster.run_visible_devices`` does not fit the machine.
-        RunError: the ranks did not meet within ``communication.timeout``.
+    A data loader's handler raises a RuntimeError, too, when one of its processes has died.
     """
-    device = _device(cluster, config)
-    timeout_s = config.communication.timeout
-    if cluster.world_size == 1 and not dist.is_initialized():
-        return World(0, 1, device, timeout_s, Group((0,)), Watch(0, 1, None))
-    owns = not dist.is_initialized()
-    store = _start_process_group(cluster, device, timeout_s) if owns else _store_beside(cluster, timeout_s)
-    if dist.get_world_size() != cluster.world_size:
-        raise RunError(
-            f"torch's process group has {dist.get_world_size()} ranks, the environment says {cluster.world_size}; "
-            "set WORLD_SIZE to match, or let epl.init() start the process group"
-        )
-    everyone = tuple(range(cluster.world_size))
-    backend = "gloo" if dist.get_backend() != "gloo" else None
-    handle = dist.new_group(list(everyone), backend=backend, timeout=timedelta(seconds=timeout_s))
-    watch = Watch(dist.get_rank(), len(everyone), store)
-    atexit.register(watch.close)  # a thread inside the store must not outlive the interpreter
-    return World(
-        dist.get_rank(), len(everyone), device, timeout_s, Group(everyone, handle), watch, owns_process_group=owns
-    )
-
-
-def _start_process_group(cluster: Cluster, device: torch.device, timeout_s: float) -> Any:
-    backend = (
-        "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    )
-    wait = timedelta(seconds=timeout_s)
-    try:
-        store, rank, size = next(dist.rendezvous("env://", cluster.rank, cluster.world_size, timeout=wait))
-        # an elastic restart meets at the same store; what an earlier attempt left there must not count
-        store = dist.PrefixStore(f"epl{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=wait
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RunError(
-            f"rank {cluster.rank} could not meet the other {cluster.world_size - 1} ranks within {timeout_s:g} s "
-            f"(communication.timeout): {error}. Start all ranks with `epl launch` or torchrun."
-        ) from error
-    return store
-
-
-def _store_beside(cluster: Cluster, timeout_s: float) -> Any:
-    """A store of our own, beside a process group that the user's code has started."""
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1") if cluster.worker_num > 1 else "127.0.0.1"
-    wait = timedelta(seconds=timeout_s)
-    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if cluster.rank == 0 else None
-    address: list[Any] = [None if server is None else (host, server.port)]
-    dist.broadcast_object_list(address, src=0)
-    if server is not None:
-        return server
-    return dist.TCPStore(address[0][0], address[0][1], is_master=False, timeout=wait)
-
-
-def _device(cluster: Cluster, config: Config) -> torch.device:
-    visible = config.cluster.run_visible_devices
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        if visible:
-            raise ConfigError(
-                f"cluster.run_visible_devices={visible!r} chooses accelerators, and this machine has none; leave it empty"
-            )
-        return torch.device("cpu")
-    indices = [int(part) for part in visible.split(",")] if visible else list(range(torch.accelerator.device_count()))
-    if cluster.local_rank >= len(indices):
-        raise ConfigError(
-            f"local rank {cluster.local_rank} has no device: this machine offers {indices}. Start at most "
-            f"{len(indices)} ranks here (epl launch --nproc {len(indices)}), or see cluster.run_visible_devices."
-        )
-    torch.accelerator.set_device_index(indices[cluster.local_rank])
-    return torch.device(accelerator.type, indices[cluster.local_rank])
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, RuntimeError) and f"{name}.".startswith(("epl.", "torch.distributed."))

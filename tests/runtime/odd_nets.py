@@ -189,7 +189,8 @@ class Named(nn.Module):
         super().__init__()
         self.a = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
         self.b = nn.Linear(FEATURES, FEATURES)
-        self.tied = self.a[0]
+        self.tied = nn.Linear(FEATURES, FEATURES)
+        self.tied.weight, self.tied.bias = self.a[0].weight, self.a[0].bias
         self.idle = nn.Linear(2, 2)
         self.register_buffer("scale", torch.tensor([0.5]))
         self.b.register_buffer("scale", self.scale)

@@ -5,6 +5,8 @@ A mistake shows as a rank that hangs, or that reports the loss of its peer inste
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import epl
-from tests.ranks import launch_expecting_errors
+from epl.errors import EplError
+from tests.ranks import launch, launch_expecting_errors
 from tests.runtime.odd_nets import Branching, Chain, Tagger, batch_of
 from tests.runtime.problems import Problem, Way, check, my_share, seeded, start, user_model
 from tests.zoo import annotate
@@ -157,43 +160,64 @@ def with_more_on(rank: int, model: nn.Module, batch: Any) -> tuple[Tensor, dict[
     return loss, {"twice": loss * 2} if rank else {"loss": loss}
 
 
-WRONG: list[tuple[int, Any, tuple[str, ...]]] = [
-    (4, three_devices, ("3 devices", "4")),
-    (2, other_model, ("the ranks do not agree on the model's parameters", "c.bias")),
-    (2, partial(other_batch, kind="size"), ("run one replica, and were given different batches", "(5, 6)")),
-    (2, partial(other_batch, kind="values"), ("ranks [0, 1] run one replica, and were given different batches",)),
-    (2, other_batch_of_devices, ("ranks [0, 1] run one replica, and were given different batches",)),
-    (2, partial(other_call, call="eval_step"), ("rank 0: eval_step on", "rank 1: a training step on")),
-    (2, partial(other_call, call="forward"), ("rank 0: a forward pass on", "rank 1: a training step on")),
-    (2, partial(other_call, call="state_dict"), ("rank 0: state_dict", "rank 1: a training step on")),
-    (2, partial(other_call, call="gradients"), ("rank 0: gradients", "rank 1: a training step on")),
-    (2, other_config, ("the ranks do not agree on the plan and the settings", "num_micro_batch")),
-    (2, other_frozen, ("the ranks do not agree on what a step gives", "'the gradient of b.weight'")),
-    (2, partial(failing_capture, when="at once"), ("a mistake in forward",)),
-    (2, partial(failing_capture, when="later"), ("a mistake in forward",)),
-    (2, failing_loss, ("a mistake in loss_fn",)),
-    (2, eval_mode, ("the model is in eval mode; call model.train()",)),
-    (2, no_optimizer, ("train_step needs an optimizer",)),
-    (2, foreign_optimizer, ("SGD holds 8 tensors that are not parameters of the model",)),
-    (2, vector_loss, ("loss_fn is a tensor of shape (4,); a loss is one number",)),
-    (2, late_part, ("middle.weight", "Pass example_batch=")),
-    (2, empty_everywhere, ("the global batch is empty",)),
-    (2, wrong_leaf, ("y.0 is a object",)),
-    (2, other_results, ("the ranks do not agree on what a step gives", "aux.twice")),
-]
+WRONG: dict[str, tuple[Callable[[int], None], tuple[str, ...]]] = {
+    "other model": (other_model, ("the ranks do not agree on the model's parameters", "c.bias")),
+    "other size": (partial(other_batch, kind="size"), ("were given different batches", "(5, 6)")),
+    "other values": (partial(other_batch, kind="values"), ("ranks [0, 1] run one replica, and were given different",)),
+    "other values on devices": (other_batch_of_devices, ("ranks [0, 1] run one replica, and were given different",)),
+    "eval_step": (partial(other_call, call="eval_step"), ("rank 0: eval_step on", "rank 1: a training step on")),
+    "forward": (partial(other_call, call="forward"), ("rank 0: a forward pass on", "rank 1: a training step on")),
+    "state_dict": (partial(other_call, call="state_dict"), ("rank 0: state_dict", "rank 1: a training step on")),
+    "gradients": (partial(other_call, call="gradients"), ("rank 0: gradients", "rank 1: a training step on")),
+    "other config": (other_config, ("the ranks do not agree on the settings", "'pipeline.num_micro_batch = 2'")),
+    "other frozen": (other_frozen, ("the ranks do not agree on what a step gives", "'the gradient of b.weight'")),
+    "failing at once": (
+        partial(failing_capture, when="at once"),
+        ("a mistake in forward", "in forward: raise KeyError"),
+    ),
+    "failing later": (partial(failing_capture, when="later"), ("a mistake in forward", "in forward: raise KeyError")),
+    "failing loss_fn": (failing_loss, ("a mistake in loss_fn",)),
+    "eval mode": (eval_mode, ("the model is in eval mode; call model.train()",)),
+    "no optimizer": (no_optimizer, ("train_step needs an optimizer",)),
+    "foreign optimizer": (foreign_optimizer, ("SGD holds 8 tensors that are not parameters of the model",)),
+    "vector loss": (vector_loss, ("loss_fn is a tensor of shape (4,); a loss is one number",)),
+    "late part": (late_part, ("middle.weight", "Pass example_batch=")),
+    "empty": (empty_everywhere, ("the global batch is empty",)),
+    "wrong leaf": (wrong_leaf, ("y.0 is a object",)),
+    "other results": (other_results, ("the ranks do not agree on what a step gives", "aux.twice")),
+}
 
 
-def name_of(value: Any) -> str | None:
-    if isinstance(value, partial):
-        return "_".join([value.func.__name__, *value.keywords.values()])
-    return value.__name__ if callable(value) else ""
+def do_wrong(rank: int) -> dict[str, str]:
+    """All of them one after another: an error that is raised on all ranks leaves them in step."""
+    messages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one TaskGraph that fails to be captured says so as well
+        for name, (wrong, _) in WRONG.items():
+            try:
+                wrong(rank)
+                messages[name] = "nothing was raised"
+            except (EplError, KeyError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    return messages
 
 
-@pytest.mark.parametrize(("world", "wrong", "texts"), WRONG, ids=name_of)
-def test_wrong_uses_get_their_message_on_all_ranks(world: int, wrong: Any, texts: tuple[str, ...]) -> None:
-    for error in launch_expecting_errors(world, wrong, timeout_s=30.0):
-        for text in texts:
-            assert text in error
+@pytest.fixture(scope="module")
+def messages() -> list[dict[str, str]]:
+    """What each rank was told, by the wrong use."""
+    return launch(2, do_wrong, timeout_s=100.0)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_use_gets_its_message_on_all_ranks(messages: list[dict[str, str]], name: str) -> None:
+    for of_rank in messages:
+        for text in WRONG[name][1]:
+            assert text in of_rank[name]
+
+
+def test_devices_that_do_not_divide_are_refused_with_the_numbers() -> None:
+    for error in launch_expecting_errors(4, three_devices):
+        assert "ClusterError: 4 devices are not divisible by 3, the devices of one replica" in error
 
 
 # ------------------------------------------------------------------------------------------------- branches on data

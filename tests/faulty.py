@@ -1,0 +1,145 @@
+"""A training job in which one rank goes wrong at one place: `epl launch --nproc 4 tests/faulty.py PLACE FAULT RANK`.
+
+Two stages by two replicas: stage 0 is ranks 0 and 2, stage 1 is ranks 1 and 3. The fault happens in the third step, or
+while the model is captured. The file ``fault`` in the working directory says when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+import epl
+
+NUM_STEPS = 6
+STEP = 2  # in which the fault happens
+TIMEOUT_S = 6.0
+
+
+class Fault:
+    """What goes wrong, where, and in which rank."""
+
+    def __init__(self, place: str, kind: str, rank: str) -> None:
+        self.place, self.kind, self.rank = place, kind, int(rank)
+        self.step = -1
+
+    def happens_at(self, place: str) -> None:
+        """To be called at every place; where it is the one, this does not return."""
+        if place != self.place or self.rank != int(os.environ["RANK"]) or self.step not in (-1, STEP):
+            return
+        if place not in ("capture", "loader") and self.step != STEP:
+            return
+        Path("fault").write_text(str(time.time()))
+        self._happens()
+
+    def _happens(self) -> None:
+        if self.kind in ("raise", "caught"):
+            raise ValueError("a planted fault")
+        if self.kind == "exit":
+            sys.exit(3)
+        if self.kind == "loop":
+            while True:
+                pass
+        os.kill(os.getpid(), getattr(signal, f"SIG{self.kind.upper()}"))
+        time.sleep(60)
+
+
+FAULT = Fault(*sys.argv[1:4])
+
+
+@torch.library.custom_op("faulty::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    """The identity, as an operator whose Python code runs at every step."""
+    FAULT.happens_at("forward")
+    return x.clone()
+
+
+@pass_on.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+    FAULT.happens_at("backward")
+    return gradient
+
+
+pass_on.register_autograd(_backward)
+
+
+class Part(nn.Module):
+    """One stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if FAULT.step == -1:
+            FAULT.happens_at("capture")
+        return torch.ops.faulty.pass_on(self.linear(x)).tanh()
+
+
+class Net(nn.Module):
+    """Two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with epl.replicate(1):
+            self.first = Part()
+        with epl.replicate(1):
+            self.second = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples, the later ones of which are hard to load."""
+
+    def __len__(self) -> int:
+        return 8 * NUM_STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 8 * STEP and torch.utils.data.get_worker_info() is not None:
+            FAULT.happens_at("loader")
+        return torch.full((8,), index / len(self))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    settings = {"pipeline.num_micro_batch": 2, "communication.timeout": TIMEOUT_S, "run.print_plan": False}
+    epl.init(epl.Config(settings))
+    model = Net()
+    engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), 0.1))
+    num_workers = int(FAULT.place == "loader")
+    for step, batch in enumerate(epl.data_loader(Samples(), 8, num_workers=num_workers)):
+        FAULT.step = step
+        if (
+            FAULT.place == "between"
+            and FAULT.kind == "leave"
+            and step == STEP
+            and FAULT.rank == int(os.environ["RANK"])
+        ):
+            Path("fault").write_text(str(time.time()))
+            return
+        FAULT.happens_at("between")
+        try:
+            loss = engine.train_step(batch)
+        except ValueError:
+            if FAULT.kind != "caught":
+                raise
+            time.sleep(60)
+        else:
+            print("step", step, loss.item())
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
