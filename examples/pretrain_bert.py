@@ -225,7 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small BERT on the source of Python's library.")
     add = parser.add_argument
     add("--strategy", choices=("dp", "pipeline", "hybrid"), default="dp", help="how the model is annotated")
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=160)
     add("--global-batch-size", type=int, default=32, help="samples in a step, over all ranks")
     add("--micro-batches", type=int, default=4, help="parts that a replica cuts its batch into")
     add("--learning-rate", type=float, default=2e-3)

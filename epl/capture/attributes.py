@@ -192,17 +192,16 @@ class ForwardEffects:
         tensors = {path: pair[1] for path, pair in changed.items() if any(isinstance(x, torch.Tensor) for x in pair)}
         # recurrent modules keep lists of their parameters
         registered = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
-        lines = [
-            f"{path}: {_shown(old)} became {_shown(new)}" for path, (old, new) in changed.items() if path not in tensors
-        ]
-        after = [(holder, _without_tensors(holder, kept)) for holder, kept in self._copies] if lines else []
+        plain = {path: pair for path, pair in changed.items() if path not in tensors}
+        lines = [f"{path}: {_shown(old)} became {_shown(new)}" for path, (old, new) in plain.items()]
+        entries = [entry for holder, kept in self._copies for entry in _changed_entries(holder, kept)]
         faults = list(self._write_buffers())
         self.put_back()
         if faults:
             raise CaptureError(
                 bulleted("forward changes what the model is made of, which a graph cannot follow:", faults)
             )
-        return Changes(lines, [path for path, new in tensors.items() if id(new) not in registered], after)
+        return Changes(lines, [path for path, new in tensors.items() if id(new) not in registered], entries)
 
     def put_back(self) -> None:
         """Attributes, the containers in them, parameters and buffers as they were registered before forward."""
@@ -246,7 +245,8 @@ def _restore(holder: Any, kept: Any) -> None:
 def _changed_entries(holder: Any, kept: Any) -> Iterator[tuple[Any, Any, Any]]:
     """What differs and has no tensor in it."""
     if not isinstance(holder, dict):
-        if list(holder) != list(kept) and not _has_tensor(list(holder)):
+        ordered = len(holder) == len(kept) and all(map(_same, holder, kept))
+        if not (holder == kept if isinstance(holder, set) else ordered) and not _has_tensor(list(holder)):
             yield holder, None, copy.copy(holder)
         return
     for key in [*holder, *(key for key in kept if key not in holder)]:
@@ -268,7 +268,7 @@ def _can_change(item: Any) -> bool:
 def _same(before: Any, now: Any) -> bool:
     if before is now:
         return True
-    if isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor) or type(before) is not type(now):
+    if type(before) is not type(now) or not isinstance(now, (frozenset, *_PLAIN)):
         return False
     return before == now or (before != before and now != now)
 

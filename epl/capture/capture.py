@@ -22,7 +22,7 @@ from epl.capture.export import Exported, export, modules_of
 from epl.capture.opaque import opaque
 from epl.capture.refusals import refuse_hooks
 from epl.errors import CaptureError, bulleted
-from epl.ir.graph import Graph
+from epl.ir.graph import Graph, Ref
 from epl.ir.verify import verify
 from epl.loss import Step
 
@@ -59,6 +59,7 @@ def capture(model: nn.Module, step: Step, batch: Flat) -> Captured:
     try:
         refuse_hooks(model)
         exported, converted = _exported(model, step, batch)
+        _refuse_frozen_numbers(converted.graph)
     except CaptureError as error:
         converted = opaque(model, step, batch, error)
         return Captured(converted.graph, converted.functions, {}, structure=step.structure, is_opaque=True)
@@ -105,6 +106,20 @@ def _exported(model: nn.Module, step: Step, batch: Flat) -> tuple[Exported, Conv
             )
         )
     return again, converted_again
+
+
+def _refuse_frozen_numbers(graph: Graph) -> None:
+    """``float(tensor)`` becomes a constant, with an assertion that the value is the same: true for one step only."""
+    for op in graph.ops:
+        condition = op.args[0] if op.target.startswith("aten._assert_scalar") else None
+        test = graph.op_by_name.get(condition.name) if isinstance(condition, Ref) else None
+        if test is None or test.target != "python.eq" or not any(isinstance(arg, float) for arg in test.args):
+            continue
+        if not graph.known_from_batch.issuperset(test.reads):
+            raise CaptureError(
+                f"forward makes a Python float of a tensor's value at {test.source}, and a graph would keep the first one. "
+                "Keep it as a tensor, or take it with .item()."
+            )
 
 
 def _equal(one: Converted, other: Converted) -> bool:

@@ -49,6 +49,11 @@ _DROPOUT = {
     "aten.dropout_": (1, 2),
     "aten.rrelu": (None, 3),
 }
+# what torch.func leaves in a graph
+_FUNCTION_TRANSFORMS = (
+    *("lazy_load_decompositions", "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"),
+    *("_enter_dual_level", "enter_dual_level", "_func_increment_nesting"),
+)
 # nested graphs that only say in which mode their operators run
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _SKIPPED = ("aten._assert_tensor_metadata.", "aten.sym_constrain_range", "aten._assert_async.")
@@ -179,7 +184,11 @@ def _held_tensor(program: Any, model: nn.Module, spec: Any) -> torch.Tensor:
             return tensor
     if spec.kind is InputKind.CONSTANT_TENSOR:
         return program.constants[spec.target]
-    raise CaptureError(f"the model uses {spec.target}, a {spec.kind.name}, which a graph cannot hold yet")
+    kind = type(program.constants.get(spec.target)).__name__ if spec.kind is InputKind.CUSTOM_OBJ else spec.kind.name
+    raise CaptureError(
+        f"forward uses an object that a graph cannot hold yet: a {kind} ({spec.target}). Random numbers are to be drawn "
+        "without a torch.Generator."
+    )
 
 
 def _tensor(kind: Type, node: fx.Node) -> TensorType:
@@ -266,8 +275,9 @@ def _target_text(node: fx.Node) -> str:
     name = getattr(target, "__name__", str(target))
     if any(getattr(module, name, None) is target for module in _PYTHON_OPERATORS) or name.startswith("sym_"):
         return f"python.{name}"
+    hint = " (torch.func: vmap, grad, jvp)" if name in _FUNCTION_TRANSFORMS else ""
     raise CaptureError(
-        f"the graph has a {name} operator, which EPL cannot run yet\n  at {user_line_of_stack(_stack(node))}"
+        f"the graph has a {name} operator{hint}, which EPL cannot run yet\n  at {_source(node) or '(no line of the model)'}"
     )
 
 
@@ -289,7 +299,7 @@ def _with_place(op: Op, node: fx.Node, building: _Building) -> Op:
     return replace(
         op,
         module=modules[-1] if modules else "",
-        source=user_line_of_stack(_stack(node)),
+        source=_source(node),
         tag=building.tagger.tag(op, modules, custom.get(SCOPE), custom.get(DEFAULT)),
         segment=None if segment is None else int(segment),
         grad=custom.get(GRAD) is None,
@@ -297,8 +307,8 @@ def _with_place(op: Op, node: fx.Node, building: _Building) -> Op:
     )
 
 
-def _stack(node: fx.Node) -> str:
-    return node.meta.get("stack_trace") or ""
+def _source(node: fx.Node) -> str:
+    return user_line_of_stack(node.meta.get("stack_trace") or "")
 
 
 def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:

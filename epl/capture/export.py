@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -53,6 +54,12 @@ class Exported:
     follows_data: bool
 
 
+def _as_tensor(value: Any) -> Any:
+    """A number that ``item()`` took out of a tensor (a count of tokens, say) differs from batch to batch."""
+    kinds = {torch.SymInt: torch.int64, torch.SymBool: torch.int64, torch.SymFloat: torch.float64}
+    return torch.scalar_tensor(value, dtype=kinds[type(value)]) if type(value) in kinds else value
+
+
 class _Wrapper(nn.Module):
     """The step as a function of the batch's tensors."""
 
@@ -69,7 +76,9 @@ class _Wrapper(nn.Module):
         effects = [ForwardEffects(module) for module in modules_of(self.model, step)]
         try:
             with annotating(marks):
-                parts = step.run(self.model, structure.unflatten(tensors))
+                parts = [
+                    (role, _as_tensor(value)) for role, value in step.run(self.model, structure.unflatten(tensors))
+                ]
         except BaseException:
             for effect in effects:
                 effect.put_back()

@@ -293,6 +293,16 @@ class Graph:
         return found
 
     @cached_property
+    def known_from_batch(self) -> frozenset[str]:
+        """Values that the batch, constants and unchanging buffers decide alone, and that nothing changes in place."""
+        known = {leaf.name for leaf in (*self.inputs, *self.buffers, *self.constants)} - self.written.keys()
+        for op in self.ops:
+            is_plain = op.random is None and not op.writes and not op.target.startswith("function.")
+            if is_plain and self.storage_roots[op.name] not in self.written and known.issuperset(op.reads):
+                known.add(op.name)
+        return frozenset(known)
+
+    @cached_property
     def needs_grad(self) -> frozenset[str]:
         """Values through which a gradient may flow back to a trainable parameter.
 

@@ -26,7 +26,7 @@ class GuardCode:
 
 def guard_of(graph: Graph) -> GuardCode | None:
     """The guard of a graph; None if no branch depends on the batch alone."""
-    known = _known_before(graph)
+    known = graph.known_from_batch
     conditions = [
         op.args[0].name
         for op in graph.ops
@@ -40,16 +40,6 @@ def guard_of(graph: Graph) -> GuardCode | None:
     inputs = tuple(place for place, leaf in enumerate(graph.inputs) if leaf.name in read)
     arguments = (*held, *(graph.inputs[place].name for place in inputs))
     return GuardCode(generate_code("guard", ops, arguments, tuple(conditions)), held, inputs)
-
-
-def _known_before(graph: Graph) -> set[str]:
-    """Values that depend on the batch, constants and unchanging buffers alone, and that nothing changes in place."""
-    known = {leaf.name for leaf in (*graph.inputs, *graph.buffers, *graph.constants)} - graph.written.keys()
-    for op in graph.ops:
-        plain = op.random is None and not op.writes and not op.target.startswith("function.")
-        if plain and graph.storage_roots[op.name] not in graph.written and known.issuperset(op.reads):
-            known.add(op.name)
-    return known
 
 
 def _slice(graph: Graph, names: list[str]) -> tuple[Op, ...]:

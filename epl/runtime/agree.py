@@ -87,10 +87,11 @@ class StepNumbers(NamedTuple):
 
     ok: int
     kind: int
-    form: int
-    signature: int
-    content: int
-    num_samples: int
+    form: int = 0  # of the result
+    signature: int = 0  # of the batch
+    content: int = 0
+    num_samples: int = 0
+    graphs: int = 0  # of the micro-batches
 
 
 def agree_on_step(
@@ -118,7 +119,7 @@ def agree_on_step(
         agree_on(world, "what a step gives", texts[1].splitlines())
     for replica in range(plan.num_replicas):
         ranks = plan.ranks_of_replica(replica)
-        seen = {everyone[rank][3:] for rank in ranks}
+        seen = {everyone[rank][3:6] for rank in ranks}
         if len(seen) > 1:
             raise RunError(
                 bulleted(
@@ -126,6 +127,14 @@ def agree_on_step(
                     "the same batch, as epl.data_loader does:",
                     _by_rank(world, texts[0]),
                 )
+            )
+    for column in range(plan.num_columns):
+        ranks = plan.ranks_of_column(column)
+        if len({everyone[rank].graphs for rank in ranks}) > 1:
+            raise RunError(
+                f"ranks {list(ranks)} run one replica, and captured different graphs of the model for the same batch: it "
+                "branches on a random number, or on values that only some of them have (a later stage does not hold the "
+                "weights of an earlier one). Branch on the batch or on plain values, or use torch.where."
             )
     return everyone
 

@@ -8,6 +8,7 @@ guards is captured again.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,17 +28,30 @@ from epl.planner.plan import Plan
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.guards import GuardCode, guard_of
 from epl.program.lower import lower_stage
+from epl.runtime.agree import digest
 from epl.runtime.executor import BoundStage
 
 __all__ = ["Catalog", "Variant"]
 
+_MANY = 8  # captures of one shape that look like more to come
+
 
 @dataclass
 class Variant:
-    """One graph of the model, and the stage that this rank makes of it."""
+    """One graph of the model, and the stage that this rank makes of it.
+
+    Args:
+        captured: The graph as it was captured, and what it names.
+        graph: The graph with TaskGraphs.
+        number: The same on all ranks that have captured the same operators.
+        guard: The branches that the batch alone decides.
+        holds: Whether a batch takes these branches.
+        bound: The stage, once it is compiled.
+    """
 
     captured: Captured
     graph: Graph
+    number: int
     guard: GuardCode | None
     holds: Callable[..., bool]
     bound: BoundStage | None = None
@@ -81,6 +95,8 @@ class Catalog:
             if variant.holds(batch.tensors):
                 return variant
         variants.append(self._capture(kind, batch))
+        if len(variants) == _MANY:
+            _warn_of_many(variants[-1])
         return variants[-1]
 
     def _capture(self, kind: str, batch: Flat) -> Variant:
@@ -91,7 +107,8 @@ class Catalog:
         if self._tasks is None:
             self._tasks = graph.tasks
         guard = guard_of(captured.graph) if captured.follows_data else None
-        return Variant(captured, graph, guard, self._holds(captured, guard))
+        number = digest(" ".join(f"{op.name} {op.target} {op.task}" for op in graph.ops))
+        return Variant(captured, graph, number, guard, self._holds(captured, guard))
 
     def _holds(self, captured: Captured, guard: GuardCode | None) -> Callable[..., bool]:
         if guard is None:
@@ -139,6 +156,16 @@ class Catalog:
         return tuple(
             _tensor_at(self._model, paths[name]) if name in paths else captured.constants[name] for name in names
         )
+
+
+def _warn_of_many(variant: Variant) -> None:
+    lines = {op.source: None for op in variant.captured.graph.ops if op.target.startswith("aten._assert_scalar")}
+    warnings.warn(
+        f"the model was captured {_MANY} times for batches of one shape, which takes seconds each time, since it branches on "
+        f"values that keep changing, at {', '.join(lines) or 'a place that is not known'}. Keep such a value in a tensor: "
+        "no int() or float() of it, torch.where for a branch.",
+        stacklevel=2,
+    )
 
 
 def _tensor_at(model: nn.Module, path: str) -> torch.Tensor:

@@ -283,7 +283,7 @@ class Engine:
 
     def _together(self, call: str) -> None:
         """Raise on all ranks if they are not all in this call: one rank alone would wait for the others for ever."""
-        agree_on_step(self._world, self.plan, StepNumbers(1, digest(call), 0, 0, 0, 0), (call, ""))
+        agree_on_step(self._world, self.plan, StepNumbers(1, digest(call)), (call, ""))
 
     # -- the whole model ----------------------------------------------------------------------------------------
 

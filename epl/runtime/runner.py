@@ -149,7 +149,7 @@ class Runner:
         self.world.watch.now(f"the start of {_CALLS[kind]}")
         error: Exception | None = None
         parts: list[_Part] = []
-        mine = StepNumbers(0, _KINDS.index(kind), 0, 0, 0, 0)
+        mine = StepNumbers(0, _KINDS.index(kind))
         call, form = f"{_CALLS[kind]} on nothing", ""
         try:
             flat = self.on_device(flatten(batch))
@@ -159,7 +159,8 @@ class Runner:
             check = self._config.run.check_batches and len(self.plan.ranks_of_replica(0)) > 1
             content = content_of(flat.tensors) if check else 0
             size = batch_size_of(flat.tensors)
-            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size)
+            graphs = digest(" ".join(str(part.variant.number) for part in parts))
+            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs)
         except Exception as caught:
             error = caught
         return parts, agree_on_step(self.world, self.plan, mine, (call, form), error)

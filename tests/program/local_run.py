@@ -31,7 +31,7 @@ from epl.program.instructions import Transfer
 from epl.program.lower import LoweredStage, lower_stage
 from tests.parity import assert_close
 
-__all__ = ["Lowered", "Ran", "check_parity", "lower", "run_stages"]
+__all__ = ["Lowered", "Ran", "check_lowered", "check_parity", "lower", "lower_captured", "run_stages"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ def lower(
         options: Of ``build_taskgraphs``.
     """
     captured = capture(model, step or loss_step(loss_fn), flatten(batch))
+    return lower_captured(model, captured, **options)
+
+
+def lower_captured(model: nn.Module, captured: Captured, **options: Any) -> Lowered:
+    """The rest of `lower`."""
     assert parse(to_text(captured.graph)) == captured.graph
     graph = build_taskgraphs(captured.graph, **options)
     assert parse(to_text(graph)) == graph
@@ -209,23 +214,32 @@ def check_parity(
         num_stages: How many stages there must be.
         options: Of ``build_taskgraphs``.
     """
-    plain, kept_batch, plain_loss_fn = copy.deepcopy((model, batch, loss_fn))
     before, state = _buffers(model), torch.random.get_rng_state()
     lowered = lower(model, batch, loss_fn, **options)
     assert torch.equal(torch.random.get_rng_state(), state), "capture drew random numbers"
     assert _same(_buffers(model), before), "capture changed a buffer"
     if num_stages is not None:
         assert lowered.plan.num_stages == num_stages
+    check_lowered(lowered, batch, loss_fn, dtype=dtype)
+    return lowered
+
+
+def check_lowered(
+    lowered: Lowered, batch: Any, loss_fn: LossFunction | None = None, *, dtype: torch.dtype = torch.float64
+) -> None:
+    """The second half of `check_parity`."""
+    model, graph = lowered.model, lowered.captured.graph
+    model.zero_grad()
+    plain, kept_batch, plain_loss_fn = copy.deepcopy((model, batch, loss_fn))
     for _ in range(2):  # what a step leaves behind shows in the next one
         model.zero_grad()
         plain.zero_grad()
         with torch.random.fork_rng(devices=[]):
             ran = run_stages(lowered, batch, torch.manual_seed)
-            batch_now, step = copy.deepcopy(kept_batch), loss_step(plain_loss_fn)
-            expected = plain_run(plain, batch_now, step, lowered.captured.graph, torch.manual_seed)
+            step = loss_step(plain_loss_fn)
+            expected = plain_run(plain, copy.deepcopy(kept_batch), step, graph, torch.manual_seed)
         _compare(ran, expected, dtype)
     assert _same(_numbered(batch), _numbered(kept_batch)), "a step changed the user's batch"
-    return lowered
 
 
 def _compare(ran: Ran, expected: Ran, dtype: torch.dtype) -> None:
@@ -234,7 +248,7 @@ def _compare(ran: Ran, expected: Ran, dtype: torch.dtype) -> None:
         if isinstance(value, Tensor):
             assert_close({role: ran.parts[role]}, {role: value}, dtype)
         else:
-            assert ran.parts[role] == value
+            assert _plain(ran.parts[role]) == value
     missing = {name for name, gradient in expected.gradients.items() if gradient is None}
     # a parameter that has no say in the loss may get a gradient of zeros, since a stage cannot know what the next one does
     given = {name for name in missing if ran.gradients[name] is not None and ran.gradients[name].any()}  # type: ignore[union-attr]
@@ -245,6 +259,11 @@ def _compare(ran: Ran, expected: Ran, dtype: torch.dtype) -> None:
     assert not absent, f"these get a gradient from the plain model, and none here: {absent}"
     assert_close({name: _dense(gradient) for name, gradient in ours.items()}, theirs, dtype)
     assert_close(ran.buffers, expected.buffers, dtype)
+
+
+def _plain(value: Any) -> Any:
+    """A number that forward takes out of a tensor comes back as a tensor."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

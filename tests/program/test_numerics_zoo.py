@@ -5,23 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.program.local_run import check_parity
+from epl.batch import flatten
+from epl.capture.capture import Captured
+from epl.capture.convert import convert
+from epl.capture.export import export
+from epl.loss import loss_step
+from tests.program.local_run import check_lowered, check_parity, lower_captured
 from tests.zoo import CASES, annotate
 
-CUTS = [(name, num_stages) for name, case in CASES.items() for num_stages in (1, *case.stages)]
 
-
-@pytest.mark.parametrize(("name", "num_stages"), CUTS)
-def test_stages_compute_what_the_whole_model_computes(name: str, num_stages: int) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
+    """Annotations have no say in an export, so one serves all cuts: it is what takes the time."""
     case = CASES[name]
-    model = case.build(torch.float64)
-    if num_stages > 1:
-        annotate(model, case.stages[num_stages])
-    batch = case.batch(3, dtype=torch.float64)
-    check_parity(model, batch, case.loss_fn, dtype=case.accuracy(torch.float64), num_stages=num_stages)
+    model, batch = case.build(torch.float64), case.batch(3, dtype=torch.float64)
+    flat = flatten(batch)
+    exported = export(model, loss_step(case.loss_fn), flat.structure, flat.tensors)
+    for num_stages in (1, *case.stages):
+        if num_stages > 1:
+            annotate(model, case.stages[num_stages])
+        converted = convert(exported, model, flat.paths)
+        captured = Captured(converted.graph, converted.functions, converted.constants)
+        lowered = lower_captured(model, captured)
+        assert lowered.plan.num_stages == num_stages
+        check_lowered(lowered, batch, case.loss_fn, dtype=case.accuracy(torch.float64))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_dropout])
+@pytest.mark.parametrize("name", ["bert", "t5", "unet", "tied"])
 def test_dropout_draws_the_same_numbers_whatever_the_cut(name: str) -> None:
     case = CASES[name]
     model = annotate(case.build(torch.float64, dropout=0.3), case.stages[3])

@@ -127,7 +127,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.shift = nn.Parameter(torch.tensor([0.1]))
-        self.image = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.image = nn.Conv2d(2, 4, 3, padding=1)
+        self.image.weight.data = self.image.weight.data.contiguous(memory_format=torch.channels_last)
         self.turned = nn.Parameter(torch.randn(4, FEATURES).t())
         self.single = nn.Linear(4, 4)
 
@@ -182,20 +183,32 @@ def predictor_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(**batch), batch["y"])
 
 
+class Scaled(nn.Linear):
+    """A layer with buffers: a scale, a bool mask, and a shift that is not saved."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.scale: Tensor
+        self.mask: Tensor
+        self.passing: Tensor
+        self.register_buffer("scale", scale)
+        self.register_buffer("mask", torch.tensor([True, False] * 3))
+        self.register_buffer("passing", torch.ones(FEATURES), persistent=False)
+
+
 class Named(nn.Module):
     """Tied parameters, a buffer under two names, one that is not saved, an integer one and a bool one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
-        self.b = nn.Linear(FEATURES, FEATURES)
-        self.tied = nn.Linear(FEATURES, FEATURES)
-        self.tied.weight, self.tied.bias = self.a[0].weight, self.a[0].bias
-        self.idle = nn.Linear(2, 2)
+        first = nn.Linear(FEATURES, FEATURES)
+        self.a = nn.Sequential(first, nn.BatchNorm1d(FEATURES))
+        self.scale: Tensor
         self.register_buffer("scale", torch.tensor([0.5]))
-        self.b.register_buffer("scale", self.scale)
-        self.b.register_buffer("mask", torch.tensor([True, False] * 3))
-        self.b.register_buffer("passing", torch.ones(FEATURES), persistent=False)
+        self.b = Scaled(self.scale)
+        self.tied = nn.Linear(FEATURES, FEATURES)
+        self.tied.weight, self.tied.bias = first.weight, first.bias
+        self.idle = nn.Linear(2, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         z = self.b(torch.tanh(self.a(x))) * self.scale * self.b.scale + self.b.passing

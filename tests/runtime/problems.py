@@ -95,7 +95,7 @@ def plain(problem: Problem, num_parts: int = 1, counted: int | None = None) -> O
     """
     model = problem.build()
     optimizers = problem.optimize(model)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for batch in problem.batches:
         model.zero_grad()
         loss = plain_loss(problem, model, batch, num_parts, counted)
@@ -118,7 +118,8 @@ def plain_loss(
     counted = len(parts) if counted is None else counted
     results = [_call(problem, model if i < counted else others, part) for i, part in enumerate(parts)]
     if isinstance(results[0], epl.SumLoss):
-        return sum(result.total for result in results) / sum(result.count for result in results)
+        totals, counts = ([getattr(result, name) for result in results] for name in ("total", "count"))
+        return torch.stack(totals).sum() / sum(counts)
     size = num_samples(batch)
     return torch.stack([result * (num_samples(part) / size) for result, part in zip(results, parts, strict=True)]).sum()
 

@@ -131,7 +131,7 @@ def test_a_parameter_that_one_replica_uses_gets_its_gradient_on_all() -> None:
     losses = []
     for batch in problem.batches:
         model.zero_grad()
-        loss = sum(model(**by_replica(batch, replica)) / 2 for replica in range(2))
+        loss = torch.stack([model(**by_replica(batch, replica)) for replica in range(2)]).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

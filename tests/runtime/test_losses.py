@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import epl
 from tests.parity import assert_close
-from tests.ranks import launch
+from tests.ranks import launch, launch_expecting_errors
 from tests.runtime.odd_nets import Chain, Tagger, TiedTagger, batch_of, tokens_of
 from tests.runtime.problems import Outcome, Problem, Way, check, my_share, plain, seeded, start, train
 
@@ -105,9 +105,8 @@ def test_what_stands_beside_the_loss_is_merged_in_the_order_of_the_global_batch(
                 assert aux["whole"].item() == 3
                 assert aux["rate"].item() == 0.25
                 assert (aux["on"], aux["name"]) == (True, "chain")
-    if loss_fn is loss_with_more:
-        sizes = torch.tensor([len(part) for part in torch.arange(7).tensor_split(way.num_parts)], dtype=torch.float64)
-        assert_close(aux["rows"], (sizes**2).sum() / 7, torch.float64)
+                sizes = torch.tensor([len(part) for part in torch.arange(7).tensor_split(way.num_parts)])
+                assert_close(aux["rows"], (sizes.double() ** 2).sum() / 7, torch.float64)
 
 
 def stateless(model: Chain, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -115,8 +114,6 @@ def stateless(model: Chain, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def test_a_tensor_beside_the_loss_that_has_no_samples_is_refused() -> None:
-    from tests.ranks import launch_expecting_errors
-
     problem = Problem(partial(seeded, Chain), [batch_of(4)], stateless)
     for error in launch_expecting_errors(2, results, problem, Way(2)):
         assert "aux.gram has shape (6, 6) for 2 samples" in error

@@ -255,3 +255,37 @@ def test_a_branch_on_an_activation_that_changes_is_an_error_with_the_users_line(
         assert "RunError" in error
         assert "went another way than when it was captured" in error
     assert "odd_nets.py" in errors[0]
+
+
+def change_length(rank: int, problem: Problem) -> list[float]:
+    """The same branch each time, and a new shape, for which the second stage captures without the first one's weights."""
+    engine = start(problem, Way(2, [["a"], ["b"]]))
+    with torch.no_grad():
+        user_model(engine).a.bias.fill_(2.0)
+    return [engine.train_step(batch_of(size)).item() for size in (8, 6)]
+
+
+def test_a_branch_on_an_activation_in_a_pipeline_is_an_error_on_all_ranks_for_a_new_shape() -> None:
+    problem = Problem(partial(seeded, Branching, False), [batch_of(8)])
+    for error in launch_expecting_errors(2, change_length, problem):
+        assert "captured different graphs of the model for the same batch" in error
+
+
+def count_anew(rank: int) -> list[str]:
+    """A count that is made an int, of another value in each batch."""
+    engine = engine_of(seeded(Chain), [], loss_fn=int_count)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for count in range(1, 10):
+            batch = batch_of(9)
+            engine.train_step({**batch, "y": torch.where(torch.arange(9)[:, None] < count, batch["y"].abs(), -9.0)})
+    return [str(warning.message) for warning in seen if "captured 8 times" in str(warning.message)]
+
+
+def int_count(model: nn.Module, batch: dict[str, Tensor]) -> epl.SumLoss:
+    return epl.SumLoss(model(**batch), int((batch["y"][:, 0] > 0).sum()))
+
+
+def test_captures_for_every_batch_are_warned_of_with_the_line() -> None:
+    [[message]] = launch(1, count_anew)
+    assert "test_wrong_uses.py" in message
