@@ -11,7 +11,7 @@ Why not ``torchrun``, or ``elastic_launch`` as it stands (torch 2.13):
   ``SubprocessContext._poll``, which ``shutdown_timeout`` does not reach. Here it is 3 s.
 * A signal that arrives while ranks are being started leaves behind those that were started before it; so do processes
   that a rank had started when it was killed. Here nothing is left behind (:mod:`epl.processes`).
-* A failure is not told to the other nodes, whose ranks then wait in a collective. Here it is (:class:`_Board`).
+* A failure is not told to the other nodes, whose ranks then wait in a collective. Here it is (:mod:`epl.board`).
 * Rank 0's output arrives late and with a prefix on each line. Here it arrives as it was written.
 * The user sees a traceback of the launcher. Here it is the failed rank, why it ended, and the end of its log.
 
@@ -21,14 +21,11 @@ So :class:`_Agent` extends ``LocalElasticAgent``, by the methods that torch docu
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +40,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from epl.board import Board, Failure, SilentError
 from epl.errors import ClusterError, RunError, bulleted
 from epl.processes import ProcessGuard, RankLogs, ending, has_failed, new_log_folder, tail
 from epl.runtime.orphan import LAUNCHER_PID
@@ -51,8 +49,6 @@ __all__ = ["LaunchOptions", "launch"]
 
 _GRACE_S = 3  # from SIGTERM to SIGKILL; a failure is noticed within 0.1 s, so that all ranks end well within 10 s
 _MEETING_S = 600  # how long the nodes wait for one another at the start
-_ASK_EVERY_S = 0.5  # how often a node asks whether another one failed, which is a message to node 0 each time
-_LINGER_S = 5.0  # how long node 0 stays for the others to read why all stop
 _TAIL_LINES = 20
 
 
@@ -163,20 +159,14 @@ def _run(agent: _Agent, guard: ProcessGuard) -> int:
         result: RunResult = agent.run()
     except SignalException as stop:
         return agent.stopped_by(stop.sigval)
-    finally:
-        agent.get_worker_group().spec.rdzv_handler.shutdown()
-    if result.state is WorkerState.SUCCEEDED:
+    else:
+        if result.state is not WorkerState.SUCCEEDED:
+            return agent.end_together()
         guard.forget()
         return 0
-    return agent.end_together()
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why the run ends, as every node reports it."""
-
-    exit_code: int
-    text: str
+    finally:
+        agent.close()
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
 # torch decorates these methods with an untyped wrapper, which hides their signatures from a type checker.
@@ -192,15 +182,17 @@ class _Agent(_TorchAgent):
         self._guard = guard
         self._options = options
         self._num_starts = 0
-        self._board: _Board | None = None  # one per start of the ranks, if there are other nodes
-        self._failure = _Failure(1, "the ranks failed")
+        self._board: Board | None = None  # one per start of the ranks, if there are other nodes
+        self._failure = Failure(1, "the ranks failed")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         # torch would install handlers of its own, which raise while ranks are being started.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         if self._options.nnodes > 1:
             store = cast(Store, worker_group.store)  # torch declares it as None, which it is until the nodes have met
-            self._board = _Board(store, self._options, self._num_starts)
+            node = self._options.node_rank or 0
+            self.close()  # of an earlier start
+            self._board = Board(store, node, self._options.nnodes, self._num_starts)
         self._num_starts += 1
         start = super()._start_workers
         return self._guard.start(lambda: start(worker_group))
@@ -229,7 +221,7 @@ class _Agent(_TorchAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _GRACE_S) -> None:
         super()._shutdown(death_sig, min(timeout, _GRACE_S))
 
-    def _agree(self, board: _Board, result: RunResult) -> RunResult:
+    def _agree(self, board: Board, result: RunResult) -> RunResult:
         """The first failure on any node is the failure of all; a success is none before it is one on all."""
         try:
             if result.state is WorkerState.FAILED:
@@ -238,14 +230,17 @@ class _Agent(_TorchAgent):
                 failure = board.await_success()
             else:
                 failure = board.look()
-        except dist.DistError:
-            failure = _Failure(1, f"the launcher of node 0 at {self._options.rdzv_endpoint} is gone, see its terminal")
+        except SilentError as error:
+            text = f"the launcher of node 0 at {self._options.rdzv_endpoint} {error}, see its terminal"
+            if result.state is WorkerState.FAILED:  # perhaps for want of node 0's ranks, perhaps not
+                text += f"\n{self._failure.text}"
+            failure = Failure(1, text)
         if failure is None:
             return result
         self._failure = failure
         return RunResult(WorkerState.FAILED, failures=result.failures)
 
-    def _describe(self, failures: dict[int, ProcessFailure], failed_first: set[int]) -> _Failure:
+    def _describe(self, failures: dict[int, ProcessFailure], failed_first: set[int]) -> Failure:
         # Those that ended before torch ended the rest. If several did between two looks, one may have failed for want
         # of another: that one wrote its traceback later.
         ranks = [rank for rank in failures if rank in failed_first] or list(failures)[:1]
@@ -265,7 +260,7 @@ class _Agent(_TorchAgent):
             text += "\n".join([f"\nthe end of its log, {path}:", *(f"    {line}" for line in lines)])
         else:
             text += f"\nit wrote nothing to its log, {path}"
-        return _Failure(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode, text)
+        return Failure(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode, text)
 
     def end_together(self) -> int:
         """Stay until the other nodes know the failure, and return the exit code that goes with it."""
@@ -273,77 +268,21 @@ class _Agent(_TorchAgent):
             self._board.linger()
         return self._failure.exit_code
 
+    def close(self) -> None:
+        """Take leave of the other nodes."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
     def stopped_by(self, received: signal.Signals) -> int:
         """The same for a signal to this launcher."""
         self._logs.close()
         _say(f"stopped by {received.name}, all ranks of this node have ended")
-        self._failure = _Failure(128 + received, f"node {self._options.node_rank} was stopped by {received.name}")
+        self._failure = Failure(128 + received, f"node {self._options.node_rank} was stopped by {received.name}")
         if self._board is not None:
-            with contextlib.suppress(dist.DistError):
+            with contextlib.suppress(SilentError):
                 self._board.post(self._failure)
         return self.end_together()
-
-
-class _Board:
-    """Where the nodes tell one another of success and failure: keys in the store that node 0's launcher holds.
-
-    Failures of separate starts of the ranks do not meet: each start has keys of its own.
-    """
-
-    def __init__(self, store: Store, options: LaunchOptions, start: int) -> None:
-        self._store = store
-        self._num_nodes = options.nnodes
-        self._is_host = options.node_rank == 0
-        self._me = str(options.node_rank)
-        names = ("claimed", "failed", "done", "seen")
-        self._claimed, self._failed, self._done, self._seen = (f"epl/{start}/{name}" for name in names)
-        self._look_at_s = 0.0
-
-    def claim(self) -> None:
-        """Be the node whose failure it is, if no other one is yet.
-
-        To be called before the other ranks are ended: that takes seconds, in which ranks of other nodes fail for want
-        of these.
-        """
-        with contextlib.suppress(dist.DistError):
-            self._store.compare_set(self._claimed, "", self._me)
-
-    def post(self, failure: _Failure) -> _Failure:
-        """Make a failure known. Returns that of the node that was first, for which it waits if that is another one."""
-        first = self._store.compare_set(self._claimed, "", self._me).decode()
-        stop_by_s = time.monotonic() + 2 * _GRACE_S
-        while first != self._me and not self._store.check([self._failed]) and time.monotonic() < stop_by_s:
-            time.sleep(0.1)
-        return _read(self._store.compare_set(self._failed, "", json.dumps(dataclasses.asdict(failure))))
-
-    def look(self) -> _Failure | None:
-        """A failure of any node, if there is one by now; really looks only so often."""
-        if time.monotonic() < self._look_at_s:
-            return None
-        self._look_at_s = time.monotonic() + _ASK_EVERY_S
-        return _read(self._store.get(self._failed)) if self._store.check([self._failed]) else None
-
-    def await_success(self) -> _Failure | None:
-        """Wait for the ranks of all nodes: for a failure of one of them, or None when all have succeeded."""
-        self._store.add(self._done, 1)
-        while self._store.add(self._done, 0) < self._num_nodes:
-            if failure := self.look():
-                return failure
-            time.sleep(_ASK_EVERY_S)
-        return None
-
-    def linger(self) -> None:
-        """On node 0, with which the store ends: wait a little until the other nodes have read the failure."""
-        stop_by_s = time.monotonic() + _LINGER_S
-        with contextlib.suppress(dist.DistError):
-            num_seen = self._store.add(self._seen, 1)
-            while self._is_host and num_seen < self._num_nodes and time.monotonic() < stop_by_s:
-                time.sleep(0.1)
-                num_seen = self._store.add(self._seen, 0)
-
-
-def _read(text: bytes) -> _Failure:
-    return _Failure(**json.loads(text))
 
 
 def _worker_spec(options: LaunchOptions) -> WorkerSpec:

@@ -18,8 +18,8 @@ import torch.nn as nn
 import epl
 
 NUM_STEPS = 6
+RANK = int(os.environ.get("RANK", "0"))
 STEP = 2  # in which the fault happens
-TIMEOUT_S = 6.0
 
 
 class Fault:
@@ -31,7 +31,7 @@ class Fault:
 
     def happens_at(self, place: str) -> None:
         """To be called at every place; where it is the one, this does not return."""
-        if place != self.place or self.rank != int(os.environ["RANK"]) or self.step not in (-1, STEP):
+        if place != self.place or self.rank != RANK or self.step not in (-1, STEP):
             return
         if place not in ("capture", "loader") and self.step != STEP:
             return
@@ -46,6 +46,8 @@ class Fault:
         if self.kind == "loop":
             while True:
                 pass
+        if self.kind == "sleep":  # as a rank does that waits for another host's data
+            time.sleep(300)
         os.kill(os.getpid(), getattr(signal, f"SIG{self.kind.upper()}"))
         time.sleep(60)
 
@@ -114,19 +116,13 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def main() -> None:
     torch.manual_seed(0)
-    settings = {"pipeline.num_micro_batch": 2, "communication.timeout": TIMEOUT_S, "run.print_plan": False}
-    epl.init(epl.Config(settings))
+    epl.init(epl.Config({"pipeline.num_micro_batch": 2, "run.print_plan": False}))
     model = Net()
     engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), 0.1))
     num_workers = int(FAULT.place == "loader")
     for step, batch in enumerate(epl.data_loader(Samples(), 8, num_workers=num_workers)):
         FAULT.step = step
-        if (
-            FAULT.place == "between"
-            and FAULT.kind == "leave"
-            and step == STEP
-            and FAULT.rank == int(os.environ["RANK"])
-        ):
+        if FAULT.place == "between" and FAULT.kind == "leave" and step == STEP and FAULT.rank == RANK:
             Path("fault").write_text(str(time.time()))
             return
         FAULT.happens_at("between")

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Ended", "Job", "started"]
+__all__ = ["ROOT", "Ended", "Job", "patience", "started"]
 
 ROOT = Path(__file__).resolve().parents[1]
+_START_S = 120.0  # for a job to come to its fault, on a machine that others use, too
 _MARK = "EASY_PARALLEL_TEST_JOB"
 _TORCH_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMP_NUM_THREADS")
 
@@ -35,10 +36,10 @@ class Ended(NamedTuple):
 class Job:
     """A running job: a launcher, or a process that takes its place."""
 
-    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
-        self.process, self._mark = process, mark
+    def __init__(self, process: subprocess.Popen[str], mark: str, folder: Path) -> None:
+        self.process, self._mark, self.folder = process, mark, folder
 
-    def end(self, timeout_s: float = 90.0) -> Ended:
+    def end(self, timeout_s: float = _START_S) -> Ended:
         """Wait for the launcher."""
         out, err = self.process.communicate(timeout=timeout_s)
         return Ended(self.process.returncode, out, err)
@@ -71,6 +72,16 @@ class Job:
             time.sleep(0.05)
         return time.monotonic() - begin_s
 
+    def fault_s(self) -> float:
+        """When a rank of `tests.faulty` went wrong; waits for it."""
+        path = Path(self.folder, "fault")
+        deadline_s = time.monotonic() + _START_S
+        while not path.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline_s, "the fault did not happen"
+            time.sleep(0.02)
+        return float(path.read_text())
+
     def kill(self) -> None:
         """Leave nothing behind, whatever the test has found."""
         for pid in self.processes():
@@ -80,7 +91,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *command: str, prefix: tuple[str, ...] = (), **environment: str) -> Iterator[Job]:
+def started(
+    folder: Path, *command: str, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Job]:
     """Run ``python <command>`` in a folder, with its output in pipes and without what this process's launcher has set.
 
     Args:
@@ -94,16 +107,24 @@ def started(folder: Path, *command: str, prefix: tuple[str, ...] = (), **environ
     process = subprocess.Popen(
         [*prefix, sys.executable, *command],
         cwd=folder,
-        env=base | {"PYTHONPATH": str(ROOT), _MARK: mark} | environment,
+        env=base | {"PYTHONPATH": str(ROOT), _MARK: mark} | dict(environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    job = Job(process, mark)
+    job = Job(process, mark, folder)
     try:
         yield job
     finally:
         job.kill()
+
+
+def patience() -> float:
+    """By what a limit that holds on a free machine is to be multiplied on this one now.
+
+    A job of four ranks loads two cores with up to 2.5 processes each, at its start; what is more is somebody else's.
+    """
+    return max(1.0, os.getloadavg()[0] / (2.5 * (os.cpu_count() or 1)))
 
 
 def _is_alive(folder: Path) -> bool:

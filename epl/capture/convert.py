@@ -128,7 +128,7 @@ def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _B
                 continue
             name = building.unique(_identifier(node.name))
             by_tensor[id(tensor)] = name
-            _add_held(found, Constant(name, _tensor(kind, node)), tensor, owned, _is_trained(node, tensor))
+            _add_held(found, Constant(name, _tensor(kind, node)), tensor, owned, node)
             if isinstance(tensor, nn.Parameter):
                 building.tagger.note_parameter(name, tensor)
         building.names[node] = Ref(name)
@@ -136,7 +136,7 @@ def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _B
 
 
 def _add_held(
-    found: dict[str, Any], leaf: Constant, tensor: torch.Tensor, owned: dict[int, Any], needs_grad: bool
+    found: dict[str, Any], leaf: Constant, tensor: torch.Tensor, owned: dict[int, Any], node: fx.Node
 ) -> None:
     """Add a tensor that the model holds, as the kind of leaf that it is."""
     paths, persistent = owned.get(id(tensor), ((), False))
@@ -144,7 +144,7 @@ def _add_held(
         found["parameters"].append(Parameter(leaf.name, leaf.type, paths[0], tensor.requires_grad, paths[1:]))
     elif paths:
         found["buffers"].append(Buffer(leaf.name, leaf.type, paths[0], persistent))
-    elif needs_grad:
+    elif tensor.requires_grad or (_is_from_outside(node) and _is_of_trained_parameter(tensor)):
         raise CaptureError(
             f"forward uses a tensor of type {leaf.type} that requires a gradient and is no parameter of the model (it may "
             "be in a module in a plain list, or in loss_fn): nothing would reduce its gradient. Register it in the model "
@@ -155,11 +155,13 @@ def _add_held(
         found["constant_values"][leaf.name] = tensor
 
 
-def _is_trained(node: fx.Node, tensor: torch.Tensor) -> bool:
-    """True if a tensor requires a gradient. Of a parameter that the model does not register, export keeps the data only."""
-    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-    if tensor.requires_grad or fresh:
-        return tensor.requires_grad
+def _is_from_outside(node: fx.Node) -> bool:
+    """True for a tensor that forward found somewhere; one that it makes of Python numbers is lifted at its use."""
+    return not all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+
+
+def _is_of_trained_parameter(tensor: torch.Tensor) -> bool:
+    """True if a tensor is the data of a parameter that requires a gradient: of an unregistered one, export keeps that."""
     parameters = [item for item in gc.get_objects() if type(item) is nn.Parameter and item.requires_grad]
     return any(parameter.data_ptr() == tensor.data_ptr() for parameter in parameters if not parameter.is_meta)
 
@@ -294,7 +296,8 @@ def _argument(arg: Any, building: _Building) -> Argument:
 def _with_place(op: Op, node: fx.Node, building: _Building) -> Op:
     custom = node.meta.get("custom") or {}
     stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    modules = [path.split("@")[0].removeprefix("model").removeprefix(".") for path in stack]
+    # the outermost entry is the wrapper around model and loss; what runs in it alone is no module's
+    modules = [path.split("@")[0].removeprefix("model").removeprefix(".") for path in stack if path]
     segment = custom.get(SEGMENT)
     return replace(
         op,

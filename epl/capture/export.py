@@ -129,11 +129,12 @@ def modules_of(model: nn.Module, step: Step) -> list[nn.Module]:
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors as objects of their own: one that is given twice (ids as labels) would become one input."""
-    seen: set[int] = set()
-    return tuple(
-        [tensor.view_as(tensor) if id(tensor) in seen or seen.add(id(tensor)) else tensor for tensor in tensors]
-    )
+    """The tensors as objects of their own, each in memory of its own.
+
+    One that is given twice (ids as labels) would become one input; and export beside real values fails for tensors that
+    are parts of one memory.
+    """
+    return tuple([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors])
 
 
 def _export(wrapper: _Wrapper, tensors: tuple[torch.Tensor, ...]) -> tuple[ExportedProgram, bool]:

@@ -106,8 +106,9 @@ def parse(text: str) -> Graph:
 
 
 def _parse_line(line: str) -> tuple[str, Any]:
-    code, mark, notes = line.rpartition("  # '")
-    statement = ast.parse((code if mark else line).strip()).body[0]
+    statement = ast.parse(line.strip()).body[0]
+    # what follows the statement is a comment to Python, and an operator's notes to us
+    notes = line.strip().encode()[statement.end_col_offset :].decode().strip(" #")
     if isinstance(statement, ast.Expr):
         return _parse_call(cast(ast.Call, statement.value))
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
@@ -120,7 +121,7 @@ def _parse_line(line: str) -> tuple[str, Any]:
         return "leaf", _LEAVES[target](name, kind, **fields)
     args = tuple(_argument(arg) for arg in call.args)
     kwargs = tuple((str(word.arg), _argument(word.value)) for word in call.keywords)
-    type_text, fields = _parse_notes(mark.strip(" #") + notes)
+    type_text, fields = _parse_notes(notes)
     return "op", Op(name, parse_type(type_text), target, args, kwargs, **fields)
 
 

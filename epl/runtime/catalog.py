@@ -161,9 +161,9 @@ class Catalog:
 def _warn_of_many(variant: Variant) -> None:
     lines = {op.source: None for op in variant.captured.graph.ops if op.target.startswith("aten._assert_scalar")}
     warnings.warn(
-        f"the model was captured {_MANY} times for batches of one shape, which takes seconds each time, since it branches on "
-        f"values that keep changing, at {', '.join(lines) or 'a place that is not known'}. Keep such a value in a tensor: "
-        "no int() or float() of it, torch.where for a branch.",
+        f"the model was captured {_MANY} times for batches of one shape, which takes seconds each time, since it branches "
+        f"on values that keep changing, at {', '.join(lines) or 'a place that is not known'}. Keep such a value in a "
+        "tensor: no int() or float() of it, torch.where for a branch.",
         stacklevel=2,
     )
 

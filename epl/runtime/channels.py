@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epl.errors import RunError
 from epl.ir.types import ScalarType, TensorType
 from epl.planner.plan import Plan
 from epl.program.instructions import Transfer
@@ -45,8 +44,7 @@ class Channels:
         self._world = world
         self._by_pair = world.device.type != "cpu"
         self._groups: dict[tuple[int, int, bool], Group] = {}
-        self._sending: deque[tuple[str, torch.Tensor, Any]] = deque()
-        self._timeout = timedelta(seconds=world.timeout_s)
+        self._sending: deque[tuple[Transfer, str, torch.Tensor, Any]] = deque()
         if self._by_pair:
             self._make_groups(plan)
 
@@ -70,9 +68,9 @@ class Channels:
         self._drop_finished()
         handle = self._handle(self._world.rank, transfer.peer, backward)
         for tensor in self._as_tensors(transfer, value):
-            with self._world.waiting(f"room to send {what}"):
+            with self._world.waiting(f"room to send {what}", (transfer.peer,)):
                 work = dist.isend(tensor, transfer.peer, group=handle, tag=int(backward))
-            self._sending.append((what, tensor, work))
+            self._sending.append((transfer, what, tensor, work))
 
     def _as_tensors(self, transfer: Transfer, value: Any) -> list[torch.Tensor]:
         if isinstance(transfer.type, ScalarType):
@@ -97,7 +95,7 @@ class Channels:
 
     def _receive(self, transfer: Transfer, tensor: torch.Tensor, what: str, backward: bool) -> Any:
         handle = self._handle(transfer.peer, self._world.rank, backward)
-        with self._world.waiting(self._expecting(transfer, what)):
+        with self._world.waiting(self._expecting(transfer, what), (transfer.peer,)):
             return dist.irecv(tensor, transfer.peer, group=handle, tag=int(backward))
 
     def wait(self, pending: Pending, *, backward: bool) -> Any:
@@ -117,20 +115,25 @@ class Channels:
         return tensor
 
     def _finish(self, transfer: Transfer, what: str, work: Any) -> None:
-        with self._world.waiting(self._expecting(transfer, what)):
-            if work.wait(self._timeout) is False:
-                raise RunError(f"{self._expecting(transfer, what)} did not come in {self._world.timeout_s:g} s")
+        with self._world.waiting(self._expecting(transfer, what), (transfer.peer,)):
+            self._wait_for(work)
+
+    def _wait_for(self, work: Any) -> None:
+        if work.wait(timedelta(seconds=self._world.timeout_s)) is False:
+            raise RuntimeError("Timed out")  # which `waiting` turns into an error that says more
 
     def _expecting(self, transfer: Transfer, what: str) -> str:
         return f"{what} from rank {transfer.peer} (stage {transfer.stage})"
 
     def _drop_finished(self) -> None:
-        while self._sending and self._sending[0][2].is_completed():
+        while self._sending and self._sending[0][-1].is_completed():
             self._sending.popleft()
 
     def finish_sends(self) -> None:
         """Wait until everything that was sent has left."""
         while self._sending:
-            what, _, work = self._sending.popleft()
-            with self._world.waiting(f"{what} to be taken"):
-                work.wait(self._timeout)
+            transfer, what, _, work = self._sending.popleft()
+            with self._world.waiting(
+                f"{what} to be taken by rank {transfer.peer} (stage {transfer.stage})", (transfer.peer,)
+            ):
+                self._wait_for(work)

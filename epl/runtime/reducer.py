@@ -54,10 +54,18 @@ class _Bucket:
 
 
 class Reducer:
-    """Holds the buckets of one rank. `start` before the last backward of a step, `finish` after it."""
+    """Holds the buckets of one rank. `start` before the last backward of a step, `finish` after it.
 
-    def __init__(self, world: World, groups: Sequence[ReduceGroup], max_buckets: int) -> None:
-        self._world = world
+    Args:
+        world: The ranks.
+        groups: What is reduced over which of them.
+        max_buckets: Most buckets of one group.
+        overlap: False to reduce after backward only: where code of the user's runs inside backward (a reentrant
+            checkpoint of a model without a graph), a gradient may be accumulated in several goes.
+    """
+
+    def __init__(self, world: World, groups: Sequence[ReduceGroup], max_buckets: int, *, overlap: bool = True) -> None:
+        self._world, self._overlap = world, overlap
         self._buckets: list[_Bucket] = []
         self._sparse: list[tuple[Group, str, torch.nn.Parameter]] = []
         self._place: dict[torch.nn.Parameter, tuple[_Bucket, int]] = {}
@@ -107,7 +115,7 @@ class Reducer:
 
     def start(self) -> None:
         """From here on a gradient that is accumulated is complete."""
-        self._active = True
+        self._active = self._overlap
         self._next = 0
         for bucket in self._buckets:
             bucket.missing, bucket.work = len(bucket.parameters), None

@@ -85,7 +85,8 @@ class Runner:
     def _reduce(self, trainable: frozenset[str]) -> None:
         """Reduce the gradients of these parameters from here on: users freeze and thaw parameters between steps."""
         self._trainable = trainable
-        self.reducer = Reducer(self.world, self._reduce_groups(), self.plan.max_buckets)
+        overlap = not self.plan.is_opaque
+        self.reducer = Reducer(self.world, self._reduce_groups(), self.plan.max_buckets, overlap=overlap)
         self._executor = Executor(self.world, self._channels, self.reducer)
 
     def _find_trainable(self) -> frozenset[str]:

@@ -74,7 +74,8 @@ class World:
         if key not in self._groups:
             handle = None
             if len(members) > 1:
-                handle = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout_s))
+                with self.waiting(f"the group of ranks {list(members)}", self.control.ranks):
+                    handle = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout_s))
             self._groups[key] = Group(members, handle)
         return self._groups[key]
 

@@ -225,13 +225,18 @@ def check_parity(
 
 
 def check_lowered(
-    lowered: Lowered, batch: Any, loss_fn: LossFunction | None = None, *, dtype: torch.dtype = torch.float64
+    lowered: Lowered,
+    batch: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 2,
 ) -> None:
-    """The second half of `check_parity`."""
+    """The second half of `check_parity`; what a step leaves behind shows in the next one."""
     model, graph = lowered.model, lowered.captured.graph
     model.zero_grad()
     plain, kept_batch, plain_loss_fn = copy.deepcopy((model, batch, loss_fn))
-    for _ in range(2):  # what a step leaves behind shows in the next one
+    for _ in range(num_steps):
         model.zero_grad()
         plain.zero_grad()
         with torch.random.fork_rng(devices=[]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["Chain", "Frozen", "LateInput", "Normed", "batch_of", "draw"]
 
@@ -229,3 +231,21 @@ class Branching(nn.Module):
         if decisive.mean() > 0:
             z = z * 3
         return F.mse_loss(self.b(torch.tanh(z)), y)
+
+
+class Uncapturable(nn.Module):
+    """It draws from Python's ``random``, so it runs without a graph; one layer is used inside checkpoints and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.norm(self.a(x))
+        for _ in range(2):
+            z = z + checkpoint(self._block, z, use_reentrant=True)
+        return F.mse_loss(self.b(z) * (random.random() < 2), y)
+
+    def _block(self, z: Tensor) -> Tensor:
+        return torch.tanh(self.b(z))

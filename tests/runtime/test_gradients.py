@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 import epl
 from tests.parity import assert_close
 from tests.ranks import launch
-from tests.runtime.odd_nets import Chain, Mixture, Tagger, TiedTagger, Unused, batch_of, draw, tokens_of
+from tests.runtime.odd_nets import Chain, Mixture, Tagger, TiedTagger, Uncapturable, Unused, batch_of, draw, tokens_of
 from tests.runtime.problems import Outcome, Problem, Way, check, my_share, plain, seeded, start, user_model
 
 HALVES = [["a", "b"], ["c", "d"]]
@@ -203,3 +203,13 @@ def test_sparse_embeddings_with_sparse_adam() -> None:
     batches = [tokens_of(6, seed, length=2) for seed in range(3)]
     problem = Problem(partial(seeded, Tagger, sparse=True), batches, token_mean, sparse_adam)
     check(problem, *SPARSE_WAYS, Way(4, TOKENS, micro_batches=2))
+
+
+# ------------------------------------------------------------------------------------------------------ without a graph
+
+
+def test_a_model_that_runs_without_a_graph_trains_data_parallel() -> None:
+    """Its reentrant checkpoints accumulate one gradient in several goes, and only the last one makes it complete."""
+    problem = Problem(partial(seeded, Uncapturable), [batch_of(8, seed) for seed in range(3)])
+    check(problem, Way(1, micro_batches=4), num_parts=4)
+    check(problem, Way(2, micro_batches=2, config={"communication.max_splits": 100}), num_parts=4, counted=2)

@@ -283,7 +283,8 @@ def count_anew(rank: int) -> list[str]:
 
 
 def int_count(model: nn.Module, batch: dict[str, Tensor]) -> epl.SumLoss:
-    return epl.SumLoss(model(**batch), int((batch["y"][:, 0] > 0).sum()))
+    count = int((batch["y"][:, 0] > 0).sum())
+    return epl.SumLoss(model(**batch), count)
 
 
 def test_captures_for_every_batch_are_warned_of_with_the_line() -> None:

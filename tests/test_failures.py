@@ -1,0 +1,188 @@
+"""One rank of four goes wrong: everything ends soon, not with exit code 0, and it is said which rank it was and why.
+
+Each case is a job under `epl launch` (tests/faulty.py), which takes some seconds to start. So only one fault at each
+place, and each fault once, is in the ordinary run; the other combinations, and the longer loop of random kills, are
+marked ``slow``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.jobs import ROOT, Job, patience, started
+
+LIMIT_S = 10.0  # from a fault to the end of all processes, on a machine that is free
+TIMEOUT_S = 6.0  # for which one rank waits for another
+FAULTY = str(ROOT / "tests" / "faulty.py")
+pytestmark = pytest.mark.timeout(300)  # a job may start slowly; what has to be soon is measured
+slow = pytest.mark.slow
+
+
+class Failed(NamedTuple):
+    """A job that has ended after a fault."""
+
+    code: int
+    said: str  # by the launcher
+    time_s: float  # from the fault to the end of the last process
+
+
+@contextlib.contextmanager
+def job(folder: Path, *fault: object, options: tuple[str, ...] = ()) -> Iterator[Job]:
+    command = ("-m", "epl.cli", "launch", "--nproc", "4", *options, FAULTY, *map(str, fault))
+    folder.mkdir(exist_ok=True)
+    with started(folder, *command, environment={"EPL_COMMUNICATION_TIMEOUT": str(TIMEOUT_S)}) as running:
+        yield running
+
+
+def after_fault(running: Job) -> Failed:
+    """Wait for the end of everything."""
+    begin_s = running.fault_s()
+    ended = running.end()
+    running.wait_until_gone(LIMIT_S)
+    lines = [line.removeprefix("[epl] ") for line in ended.err.splitlines() if line.startswith("[epl]")]
+    said = "\n".join(re.sub(r"^ *\[rank\d\]: ", "", line) for line in lines)  # torch's prefix of a traceback
+    return Failed(ended.code, said, time.time() - begin_s)
+
+
+def fail(folder: Path, *fault: object) -> Failed:
+    with job(folder, *fault) as running:
+        return after_fault(running)
+
+
+def assert_soon(failed: Failed, limit_s: float = LIMIT_S) -> None:
+    limit_s *= patience()
+    assert failed.time_s < limit_s, f"after {failed.time_s:.1f} s, not {limit_s:.1f}\n{failed.said}"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "rank", "code", "reason"),
+    [
+        ("forward", "kill", 2, 137, "rank 2 was killed by SIGKILL"),
+        ("between", "term", 0, 143, "rank 0 was killed by SIGTERM"),
+        ("backward", "raise", 1, 1, "ValueError: a planted fault"),
+        ("capture", "exit", 3, 3, "rank 3 failed with exit code 3"),
+        ("loader", "kill", 3, 1, r"DataLoader worker \(pid.* (killed by signal: Killed|exited unexpectedly)"),
+        pytest.param("capture", "raise", 2, 1, "rank 2 failed with .*ValueError: a planted fault", marks=slow),
+        pytest.param("capture", "kill", 0, 137, "rank 0 was killed by SIGKILL", marks=slow),
+        pytest.param("forward", "exit", 1, 3, "rank 1 failed with exit code 3", marks=slow),
+        pytest.param("backward", "term", 0, 143, "rank 0 was killed by SIGTERM", marks=slow),
+        pytest.param("loader", "raise", 1, 1, "ValueError: a planted fault", marks=slow),
+        pytest.param("between", "raise", 3, 1, "ValueError: a planted fault", marks=slow),
+    ],
+)
+def test_a_rank_that_ends_badly_ends_all_and_is_named(
+    tmp_path: Path, place: str, kind: str, rank: int, code: int, reason: str
+) -> None:
+    """A process that stays holds its device and its port; a reason that is not told costs an evening."""
+    failed = fail(tmp_path, place, kind, rank)
+    assert failed.code == code, failed.said
+    assert re.search(reason, failed.said), failed.said
+    assert f"rank {rank}" in failed.said
+    assert_soon(failed)
+
+
+def test_a_rank_that_computes_for_ever_is_named_with_its_instruction(tmp_path: Path) -> None:
+    """Both jobs wait for the same limit at the same time. A rank that is named wrongly is one that only waits, too."""
+    with (
+        job(tmp_path / "forward", "forward", "loop", 1) as first,
+        job(tmp_path / "capture", "capture", "loop", 2) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+        in_step, in_capture = pool.map(after_fault, (first, second))
+    for failed, culprit in (
+        (in_step, "rank 1 has been computing in 1F0"),
+        (in_capture, "rank 2 has been computing in the ca"),
+    ):
+        assert failed.code == 1
+        assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said
+        assert re.search(f"look at first:\n *- {culprit}", failed.said), failed.said
+        assert_soon(failed, TIMEOUT_S + LIMIT_S)
+
+
+@slow
+def test_a_stopped_rank_is_named_as_the_one_that_does_not_answer(tmp_path: Path) -> None:
+    failed = fail(tmp_path, "backward", "stop", 3)
+    assert failed.code == 1
+    assert re.search(r"look at first:\n *- rank 3 does not answer: its process has ended, is stopped", failed.said)
+    assert_soon(failed, TIMEOUT_S + LIMIT_S)
+
+
+def test_an_error_that_the_script_catches_on_one_rank_still_ends_the_others(tmp_path: Path) -> None:
+    """Its process lives on, so that no connection is lost; without word of it the others would wait for the limit."""
+    failed = fail(tmp_path, "backward", "caught", 2)
+    assert failed.code == 1
+    assert re.search(r"RunError: rank 2 failed with ValueError: a planted fault \(in 0B0", failed.said), failed.said
+    assert failed.time_s < TIMEOUT_S * patience(), failed
+
+
+def test_a_rank_that_does_fewer_steps_is_named(tmp_path: Path) -> None:
+    """Its exit code is 0: only the other ranks can say what is wrong."""
+    failed = fail(tmp_path, "between", "leave", 1)
+    assert failed.code == 1
+    assert re.search(r"RunError: rank 1 has ended its script, after 2 steps, while other", failed.said), failed.said
+    assert_soon(failed)
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """Nobody is left to end them; this rank computes for ever, and the others wait for it."""
+    with job(tmp_path, "forward", "loop", 1) as running:
+        running.fault_s()
+        os.kill(running.process.pid, signal.SIGKILL)
+        assert running.wait_until_gone(LIMIT_S) < LIMIT_S
+
+
+# -- random kills ---------------------------------------------------------------------------------------------------
+
+NUM_ROUNDS = int(os.environ.get("EASY_PARALLEL_TEST_KILLS", "5"))
+LENGTH_S = 12.0  # of a job, or a little more, so that some kills come too late
+
+
+@slow
+@pytest.mark.timeout(NUM_ROUNDS * 60)
+def test_random_kills_leave_no_process_and_no_port(tmp_path: Path) -> None:
+    """All jobs meet at the same port: one that stays taken fails the next job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seed = random.randrange(1 << 32)
+    draw = random.Random(seed)
+    codes = []
+    for number in range(NUM_ROUNDS):
+        place = f"seed {seed}, round {number}"
+        folder = tmp_path / str(number)
+        with job(folder, "none", "none", 0, options=("--rdzv-endpoint", f"127.0.0.1:{port}")) as running:
+            time.sleep(draw.uniform(0, LENGTH_S) * patience())
+            target = draw.choice([*running.ranks().values()] or [running.process.pid])
+            with contextlib.suppress(ProcessLookupError):  # the job may be over by now
+                os.kill(target, draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+            ended = running.end()
+            running.wait_until_gone(within_s=LIMIT_S)
+            assert ended.code != 0 or all_done(folder), f"{place}: {ended}"
+            assert "EADDRINUSE" not in ended.err, place
+        assert is_free(port), place
+        codes.append(ended.code)
+    print("exit codes", codes)
+
+
+def all_done(folder: Path) -> bool:
+    logs = list(folder.glob("epl_logs/*/rank_?.log"))
+    return len(logs) == 4 and all("done" in log.read_text() for log in logs)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+    return True
