@@ -8,6 +8,9 @@ values (None, bool, int, float, str). `flatten` takes it apart; `Structure.unfla
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from epl.errors import RunError
 
 __all__ = ["Flat", "Structure", "batch_size_of", "call_model", "cut", "flatten", "take"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Structure:
 
     kind: str
     type: type
-    keys: tuple[str, ...] = ()
+    keys: tuple[Any, ...] = ()
     children: tuple[Structure, ...] = ()
     value: Any = None
 
@@ -51,9 +54,8 @@ class Structure:
         children = [child._build(tensors) for child in self.children]
         if self.kind == "sequence":
             return self.type(*children) if hasattr(self.type, "_fields") else self.type(children)
-        if self.kind == "dataclass":
-            return self.type(**dict(zip(self.keys, children, strict=True)))
-        return _mapping(self.type, dict(zip(self.keys, children, strict=True)))
+        items = dict(zip(self.keys, children, strict=True))
+        return _dataclass(self.type, items) if self.kind == "dataclass" else _mapping(self.type, items)
 
     def __str__(self) -> str:
         if self.kind in ("tensor", "plain"):
@@ -63,7 +65,16 @@ class Structure:
         return f"{self.type.__name__}({inner})"
 
 
-def _mapping(kind: type, items: dict[str, Any]) -> Any:
+def _dataclass(kind: type, items: dict[str, Any]) -> Any:
+    given = {field.name for field in dataclasses.fields(kind) if field.init}
+    made = kind(**{name: value for name, value in items.items() if name in given})
+    for name, value in items.items():
+        if name not in given:
+            object.__setattr__(made, name, value)  # what the class computes by itself, it computed for the whole batch
+    return made
+
+
+def _mapping(kind: type, items: dict[Any, Any]) -> Any:
     # output classes of models are dicts with the keys as fields
     return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
 
@@ -76,50 +87,61 @@ class Flat(NamedTuple):
     structure: Structure
 
 
-def flatten(nest: Any) -> Flat:
+def flatten(nest: Any, what: str = "the batch") -> Flat:
     """Take a nest apart.
+
+    Args:
+        nest: The nest.
+        what: What it is, for the message.
 
     Raises:
         RunError: a leaf is neither a tensor nor a plain value; the message gives its path.
     """
     tensors: list[torch.Tensor] = []
     paths: list[str] = []
-    structure = _flatten(nest, "", tensors, paths)
+
+    def visit(nest: Any, path: str) -> Structure:
+        if isinstance(nest, torch.Tensor):
+            tensors.append(nest)
+            paths.append(path)
+            return Structure("tensor", torch.Tensor)
+        if isinstance(nest, _PLAIN):
+            # NaN is equal to nothing unless it is the same object
+            return Structure("plain", type(nest), value=math.nan if nest != nest else nest)
+        kind, items = _children(nest, path or what)
+        children = tuple(visit(child, f"{path}.{key}" if path else str(key)) for key, child in items.items())
+        container = dict if isinstance(nest, defaultdict) else type(nest)  # whose constructor wants a function
+        return Structure(kind, container, tuple(items), children)
+
+    structure = visit(nest, "")
     return Flat(tuple(tensors), tuple(paths), structure)
 
 
-def _flatten(nest: Any, path: str, tensors: list[torch.Tensor], paths: list[str]) -> Structure:
-    if isinstance(nest, torch.Tensor):
-        tensors.append(nest)
-        paths.append(path)
-        return Structure("tensor", torch.Tensor)
-    if isinstance(nest, _PLAIN):
-        return Structure("plain", type(nest), value=nest)
-    kind, items = _children(nest, path)
-    dot = f"{path}." if path else ""
-    children = tuple(_flatten(child, f"{dot}{key}", tensors, paths) for key, child in items.items())
-    return Structure(kind, type(nest), tuple(items), children)
-
-
-def _children(nest: Any, path: str) -> tuple[str, dict[str, Any]]:
-    if isinstance(nest, Mapping) or (hasattr(nest, "keys") and hasattr(nest, "__getitem__")):
+def _children(nest: Any, place: str) -> tuple[str, dict[Any, Any]]:
+    if _is_mapping(nest):
         return "mapping", {key: nest[key] for key in nest.keys()}  # noqa: SIM118 - a UserDict-like need not be iterable
     if isinstance(nest, (list, tuple)):
         return "sequence", {str(place): item for place, item in enumerate(nest)}
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         return "dataclass", {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
     raise RunError(
-        f"{path or 'the batch'} is a {type(nest).__name__}; a batch holds tensors, None, bool, int, float and str in "
-        "tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out of the batch."
+        f"{place} is a {type(nest).__name__}; what goes into a model or comes out of it holds tensors, None, bool, int, float "
+        "and str in tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out."
     )
+
+
+def _is_mapping(nest: Any) -> bool:
+    return isinstance(nest, Mapping) or (hasattr(nest, "keys") and hasattr(nest, "__getitem__"))
 
 
 def call_model(model: Any, batch: Any) -> Any:
     """``model(batch)``, ``model(*batch)`` or ``model(**batch)``, by the kind of the batch."""
-    if isinstance(batch, torch.Tensor) or dataclasses.is_dataclass(batch):
+    if dataclasses.is_dataclass(batch):
         return model(batch)
     if isinstance(batch, (tuple, list)):
         return model(*batch)
+    if not _is_mapping(batch):
+        return model(batch)
     return model(**{key: batch[key] for key in batch.keys()})  # noqa: SIM118 - a UserDict-like need not be iterable
 
 

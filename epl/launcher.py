@@ -147,10 +147,13 @@ def launch(options: LaunchOptions) -> int:
         try:
             return _run(_Agent(_worker_spec(options), logs, guard, options), guard)
         except (RendezvousError, dist.DistError) as error:
+            place = options.rdzv_endpoint or "a port of this machine"
+            advice = "start one on every node; node 0 has to listen there and the others to reach it"
+            if "EADDRINUSE" in str(error):
+                advice = "the port is taken here, perhaps by a job that has not ended; choose another one"
+            said = str(error).partition("Exception raised from")[0].strip()  # what follows is a stack of C++ functions
             raise RunError(
-                f"the launchers did not meet at {options.rdzv_endpoint or 'a port of this machine'} ({_MEETING_S} s at "
-                "most): start one on every node; node 0 has to listen there and the others to reach it. "
-                f"What torch says: {error}"
+                f"the launchers did not meet at {place} ({_MEETING_S} s at most): {advice}. What torch says: {said}"
             ) from error
 
 

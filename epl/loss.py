@@ -17,6 +17,7 @@ from epl.errors import CaptureError, RunError
 
 __all__ = ["LossFunction", "Parts", "Step", "SumLoss", "loss_step", "output_step"]
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # what .item() gives while a model is captured
 LossFunction = Callable[[Any, Any], Any]
 Parts = list[tuple[str, Any]]
 
@@ -101,9 +102,9 @@ def _is_plain(value: Any) -> bool:
 def _loss_parts(result: Any, source: str) -> Parts:
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         loss, aux = result
-        return [*_loss_parts(loss, source), *((f"aux.{key}", value) for key, value in aux.items())]
+        return [*_loss_parts(loss, source), *((f"aux.{key}", _aux(value, key)) for key, value in aux.items())]
     if isinstance(result, SumLoss):
-        return [("total", _scalar(result.total, "SumLoss.total")), ("count", result.count)]
+        return [("total", _scalar(result.total, "SumLoss.total")), ("count", _count(result.count))]
     if isinstance(result, torch.Tensor):
         return [("loss", _scalar(result, source))]
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
@@ -116,10 +117,35 @@ def _loss_parts(result: Any, source: str) -> Parts:
     return [("loss", _scalar(loss, f"{source}'s .loss"))]
 
 
-def _scalar(loss: torch.Tensor, source: str) -> torch.Tensor:
+def _scalar(loss: Any, source: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise CaptureError(f"{source} is of type {kind}; a loss is a tensor of floating-point numbers")
     if loss.numel() != 1:
         raise CaptureError(
             f"{source} is a tensor of shape {tuple(loss.shape)}; a loss is one number. Take its mean, or return "
             "epl.SumLoss(loss.sum(), loss.numel())."
         )
     return loss.reshape(()) if loss.ndim else loss
+
+
+def _count(count: Any) -> Any:
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1:
+            raise CaptureError(f"SumLoss.count is a tensor of shape {tuple(count.shape)}; it is one number")
+        if count.requires_grad:
+            raise CaptureError(
+                "SumLoss.count requires a gradient, and is used for dividing only; detach it, or make it part of the total"
+            )
+        return count.reshape(()) if count.ndim else count
+    if isinstance(count, bool) or not isinstance(count, (int, float, *_SYMBOLIC)):
+        raise CaptureError(f"SumLoss.count is a {type(count).__name__}; it is a number or a tensor of one element")
+    return count
+
+
+def _aux(value: Any, key: Any) -> Any:
+    if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None), *_SYMBOLIC)):
+        raise CaptureError(
+            f"aux[{key!r}] is a {type(value).__name__}; aux is a dict of tensors and plain values. Flatten it, or leave it out."
+        )
+    return value

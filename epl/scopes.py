@@ -33,11 +33,14 @@ __all__ = [
     "reset_scopes",
     "set_default_strategy",
     "split",
+    "strategies_of",
     "tag_of",
+    "tags_of_parameters",
     "tracing",
 ]
 
 _ATTRIBUTE = "_epl_tag"
+_OF_PARAMETERS = "_epl_tags_of_parameters"
 _Target = TypeVar("_Target", nn.Module, nn.Parameter)
 
 
@@ -167,6 +170,8 @@ def split(device_count: int = 1, name: str | None = None, device: str | None = N
 def _make(kind: str, device_count: int, name: str | None, device: str | None) -> Strategy:
     if not isinstance(device_count, int) or isinstance(device_count, bool) or device_count < 1:
         raise StrategyError(f"{kind}(device_count={device_count!r}): device_count must be an int of at least 1")
+    if name is not None and not isinstance(name, str):
+        raise StrategyError(f"{kind}(name={name!r}): name must be a string")
     if device is not None:
         raise StrategyError(f"{kind}(device={device!r}): choosing a kind of device is not yet available; leave it out")
     return Strategy(kind, device_count, name or kind, _caller())
@@ -228,57 +233,89 @@ def tag_of(target: nn.Module | nn.Parameter) -> Tag | None:
     return getattr(target, _ATTRIBUTE, None)
 
 
+def tags_of_parameters(model: nn.Module) -> dict[int, Tag]:
+    """The tags of a model's bare parameters, by the parameter's id.
+
+    The modules remember them too, since a parameter loses what it carries when it is copied or leaves the meta device.
+    """
+    found: dict[int, Tag] = {}
+    for module in model.modules():
+        for name, tag in vars(module).get(_OF_PARAMETERS, {}).items():
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                found[id(parameter)] = tag
+    own = ((parameter, tag_of(parameter)) for parameter in model.parameters())
+    return {**found, **{id(parameter): tag for parameter, tag in own if tag is not None}}
+
+
+def strategies_of(model: nn.Module, *, with_defaults: bool = True) -> list[Strategy]:
+    """The strategies that a model's modules and parameters carry, in order."""
+    tags = [*(tag_of(module) for module in model.modules()), *tags_of_parameters(model).values()]
+    return list(
+        dict.fromkeys(tag.strategy for tag in tags if tag is not None and (with_defaults or not tag.is_default))
+    )
+
+
 def _tag_tree(module: nn.Module, strategy: Strategy) -> None:
     for inner in module.modules():
         object.__setattr__(inner, _ATTRIBUTE, Tag(strategy))
 
 
-_plain_init = nn.Module.__init__
-
-
-@wraps(_plain_init)
-def _marking_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _plain_init(self, *args, **kwargs)
-    ambient = _ambient.get()
-    strategy = ambient.entered or ambient.default
-    if strategy is not None and ambient.tracer is None:
-        object.__setattr__(self, _ATTRIBUTE, Tag(strategy, is_default=ambient.entered is None))
-
-
 def _on_module(_: nn.Module, __: str, submodule: nn.Module | None) -> None:
     """A module put into its parent inside a scope belongs to the scope, whenever it was made (a deep copy, say)."""
-    entered = _ambient.get().entered
-    if entered is not None and submodule is not None:
-        _tag_tree(submodule, entered)
+    ambient = _ambient.get()
+    if ambient.entered is not None and ambient.tracer is None and submodule is not None:
+        _tag_tree(submodule, ambient.entered)
 
 
-def _on_parameter(module: nn.Module, _: str, parameter: nn.Parameter | None) -> None:
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """A bare parameter registered inside a scope on a module from outside it."""
     ambient = _ambient.get()
+    if ambient.entered is None or ambient.tracer is not None or parameter is None:
+        return
     tag = tag_of(module)
-    if ambient.entered is not None and parameter is not None and (tag is None or tag.strategy is not ambient.entered):
+    if tag is None or tag.strategy is not ambient.entered:
         setattr(parameter, _ATTRIBUTE, Tag(ambient.entered))
+        vars(module).setdefault(_OF_PARAMETERS, {})[name] = Tag(ambient.entered)
+
+
+def _marking(plain_init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(plain_init)
+    def marking_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        ambient = _ambient.get()
+        strategy = ambient.entered or ambient.default
+        if strategy is not None and ambient.tracer is None:
+            object.__setattr__(self, _ATTRIBUTE, Tag(strategy, is_default=ambient.entered is None))
+
+    return marking_init
 
 
 class _Watch:
     """The hooks that are in place while a scope is entered or a default is set; torch is untouched otherwise."""
 
-    handles: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        self._handles: tuple[Any, ...] = ()
+        self._plain_init: Callable[..., None] = nn.Module.__init__
+        self._marking_init: Callable[..., None] = nn.Module.__init__
 
     def update(self, wanted: bool) -> None:
-        if wanted and not self.handles:
-            nn.Module.__init__ = _marking_init
+        if wanted and not self._handles:
+            # what is there now, since other libraries replace it, too
+            self._plain_init = nn.Module.__init__
+            self._marking_init = nn.Module.__init__ = _marking(self._plain_init)
             on_module: Callable[..., None] = _on_module
             on_parameter: Callable[..., None] = _on_parameter
-            self.handles = (
+            self._handles = (
                 register_module_module_registration_hook(on_module),
                 register_module_parameter_registration_hook(on_parameter),
             )
-        elif not wanted and self.handles:
-            nn.Module.__init__ = _plain_init
-            for handle in self.handles:
+        elif not wanted and self._handles:
+            if nn.Module.__init__ is self._marking_init:
+                nn.Module.__init__ = self._plain_init
+            for handle in self._handles:
                 handle.remove()
-            self.handles = ()
+            self._handles = ()
 
 
 _watch = _Watch()

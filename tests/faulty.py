@@ -17,8 +17,8 @@ import torch.nn as nn
 
 import epl
 
-NUM_STEPS = 6
-RANK = int(os.environ.get("RANK", "0"))
+NUM_STEPS = int(os.environ.get("FAULTY_NUM_STEPS", "6"))
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 STEP = 2  # in which the fault happens
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Ended", "Job", "patience", "started"]
+__all__ = ["ROOT", "Ended", "Job", "is_alive", "patience", "started"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 120.0  # for a job to come to its fault, on a machine that others use, too
@@ -50,7 +50,7 @@ class Job:
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has just ended
                 environment = dict(line.split("=", 1) for line in path.read_text().split("\0") if "=" in line)
-                if environment.get(_MARK) == self._mark and _is_alive(path.parent):
+                if environment.get(_MARK) == self._mark and is_alive(int(path.parent.name)):
                     found[int(path.parent.name)] = environment
         return found
 
@@ -127,9 +127,12 @@ def patience() -> float:
     return max(1.0, os.getloadavg()[0] / (2.5 * (os.cpu_count() or 1)))
 
 
-def _is_alive(folder: Path) -> bool:
+def is_alive(pid: int) -> bool:
     """False for a zombie, which waits for whoever adopted it and does nothing any more."""
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _parent(pid: int) -> int:

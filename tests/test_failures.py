@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +39,11 @@ class Failed(NamedTuple):
 
 
 @contextlib.contextmanager
-def job(folder: Path, *fault: object, options: tuple[str, ...] = ()) -> Iterator[Job]:
+def job(folder: Path, *fault: object, options: Sequence[str] = (), num_steps: int = 6) -> Iterator[Job]:
     command = ("-m", "epl.cli", "launch", "--nproc", "4", *options, FAULTY, *map(str, fault))
+    environment = {"EPL_COMMUNICATION_TIMEOUT": str(TIMEOUT_S), "FAULTY_NUM_STEPS": str(num_steps)}
     folder.mkdir(exist_ok=True)
-    with started(folder, *command, environment={"EPL_COMMUNICATION_TIMEOUT": str(TIMEOUT_S)}) as running:
+    with started(folder, *command, environment=environment) as running:
         yield running
 
 
@@ -146,34 +147,48 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 # -- random kills ---------------------------------------------------------------------------------------------------
 
 NUM_ROUNDS = int(os.environ.get("EASY_PARALLEL_TEST_KILLS", "5"))
-LENGTH_S = 12.0  # of a job, or a little more, so that some kills come too late
+NUM_STEPS = 500  # so that a job spends about as long in its steps as before them
+LENGTH_S = 12.0  # from the start of the ranks to the end, or a little more, so that some kills come too late
 
 
 @slow
-@pytest.mark.timeout(NUM_ROUNDS * 60)
+@pytest.mark.timeout(NUM_ROUNDS * 90)
 def test_random_kills_leave_no_process_and_no_port(tmp_path: Path) -> None:
-    """All jobs meet at the same port: one that stays taken fails the next job."""
+    """All jobs meet at the same port: one that stays taken fails the next job. Set EASY_PARALLEL_TEST_KILLS for more."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    seed = random.randrange(1 << 32)
-    draw = random.Random(seed)
-    codes = []
+    draw = random.Random(os.environ.get("EASY_PARALLEL_TEST_SEED", str(time.time())))
     for number in range(NUM_ROUNDS):
-        place = f"seed {seed}, round {number}"
         folder = tmp_path / str(number)
-        with job(folder, "none", "none", 0, options=("--rdzv-endpoint", f"127.0.0.1:{port}")) as running:
-            time.sleep(draw.uniform(0, LENGTH_S) * patience())
-            target = draw.choice([*running.ranks().values()] or [running.process.pid])
+        target = draw.choice([0, 1, 2, 3, "launcher"])
+        sent = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        delay_s = draw.uniform(0, LENGTH_S) * patience()
+        what = f"round {number}: {sent.name} to {target} after {delay_s:.1f} s"
+        with job(
+            folder, "none", "none", 0, options=("--rdzv-endpoint", f"127.0.0.1:{port}"), num_steps=NUM_STEPS
+        ) as running:
+            processes = {**all_ranks(running), "launcher": running.process.pid}
+            time.sleep(delay_s)
             with contextlib.suppress(ProcessLookupError):  # the job may be over by now
-                os.kill(target, draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+                os.kill(processes[target], sent)
+            begin_s = time.time()
             ended = running.end()
-            running.wait_until_gone(within_s=LIMIT_S)
-            assert ended.code != 0 or all_done(folder), f"{place}: {ended}"
-            assert "EADDRINUSE" not in ended.err, place
-        assert is_free(port), place
-        codes.append(ended.code)
-    print("exit codes", codes)
+            running.wait_until_gone(LIMIT_S)
+            time_s, limit_s = time.time() - begin_s, LIMIT_S * patience()
+        print(f"{what}: exit code {ended.code} after {time_s:.1f} s{', done' if all_done(folder) else ''}", flush=True)
+        assert ended.code != 0 or all_done(folder), f"{what}: {ended}"
+        assert ended.code == 0 or time_s < limit_s, f"{what}: {ended}"
+        assert "EADDRINUSE" not in ended.err, what
+        assert is_free(port), what
+
+
+def all_ranks(running: Job) -> dict[int, int]:
+    """The ranks' process ids, as soon as there are four."""
+    while len(ranks := running.ranks()) < 4:
+        assert running.process.poll() is None, running.process.communicate()
+        time.sleep(0.05)
+    return ranks
 
 
 def all_done(folder: Path) -> bool:

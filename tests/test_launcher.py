@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,7 @@ import epl.cli
 from epl.cli import main
 from epl.errors import ClusterError
 from epl.launcher import LaunchOptions
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests import jobs
 
 REPORT = """
 import json, os, sys
@@ -64,25 +62,9 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A launcher with its output in pipes, which is not left behind."""
-    base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "epl.cli", "launch", *arguments],
-        cwd=folder,
-        env=base | {"PYTHONPATH": str(ROOT)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        # SIGTERM first, upon which it ends its ranks.
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=15)
-        process.kill()
-        process.communicate()
+    """A launcher with its output in pipes; nothing of it is left behind."""
+    with jobs.started(folder, "-m", "epl.cli", "launch", *arguments, environment=environment) as job:
+        yield job.process
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> Run:
@@ -110,20 +92,11 @@ def pids(folder: Path, *names: str) -> list[int]:
     return [int(path.read_text()) for path in paths]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # A zombie waits for whoever adopted it, and does nothing any more.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
 def assert_gone(processes: list[int]) -> None:
     deadline_s = time.monotonic() + 2
-    while any(map(is_alive, processes)) and time.monotonic() < deadline_s:
+    while any(map(jobs.is_alive, processes)) and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    assert [pid for pid in processes if is_alive(pid)] == []
+    assert [pid for pid in processes if jobs.is_alive(pid)] == []
 
 
 @pytest.fixture(autouse=True)
@@ -357,6 +330,19 @@ class TestArguments:
         assert captured.err.startswith("epl launch: error: ")
         assert message in captured.err
         assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+    def test_a_port_that_is_taken_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with socket.socket() as other:
+            other.bind(("0.0.0.0", 0))
+            other.listen()
+            endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+            assert main(["launch", "--rdzv-endpoint", endpoint, write(tmp_path, "train.py", "")]) == 1
+        error = capsys.readouterr().err
+        assert f"the launchers did not meet at {endpoint} (600 s at most): the port is taken here" in error
+        assert "frame #" not in error
 
     def test_all_mistakes_are_told_at_once(self) -> None:
         with pytest.raises(ClusterError) as error:

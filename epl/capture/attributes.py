@@ -27,7 +27,8 @@ __all__ = ["Changes", "ForwardEffects", "PlainAttributes", "autocast_settings", 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _ORDERED = (list, tuple, deque)
 _CONTAINERS = (dict, set, frozenset, *_ORDERED)
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+# what every module has, and EPL's own marks
+_OWN = frozenset(vars(nn.Module())) | {"_epl_tag", "_epl_tags_of_parameters"}
 _MAX_DEPTH = 5
 _MAX_ITEMS = 1000
 _NOTHING = object()

@@ -14,11 +14,12 @@ import torch.nn as nn
 from epl.batch import Flat
 from epl.capture.attributes import ForwardEffects
 from epl.capture.convert import Converted
-from epl.errors import CaptureError, RunError
+from epl.capture.refusals import user_line
+from epl.errors import CaptureError, EplError, RunError
 from epl.ir.graph import Buffer, Graph, Input, Op, Output, Parameter, Ref, StrategySpec
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.loss import Parts, Step
-from epl.scopes import Strategy, tag_of, tracing
+from epl.scopes import Strategy, strategies_of, tracing
 
 __all__ = ["opaque"]
 
@@ -35,14 +36,21 @@ def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Co
         error: Why the model cannot be captured.
 
     Raises:
-        CaptureError: ``error``, if the annotations ask for more than one TaskGraph, which needs a graph.
+        CaptureError: ``error``, if the annotations ask for more than one TaskGraph, which needs a graph; or forward fails
+            by itself.
     """
-    if len(_constructed(model)) > 1:
+    if len(strategies_of(model)) > 1:
         raise error
     called = _CalledStrategies()
-    with tracing(called):
-        parts = _trial(model, step, batch)
-    strategies = list(dict.fromkeys([*_constructed(model), *called.strategies]))
+    try:
+        with tracing(called):
+            parts = _trial(model, step, batch)
+    except EplError:
+        raise
+    except Exception as failure:
+        reason = f"{type(failure).__name__}: {failure}"
+        raise CaptureError(f"forward fails: {reason}\n  at {user_line(failure)}") from failure
+    strategies = list(dict.fromkeys([*strategies_of(model), *called.strategies]))
     if len(strategies) > 1:
         raise error
     warnings.warn(f"the model runs as it is, as one TaskGraph, since it cannot be captured: {error}", stacklevel=3)
@@ -95,12 +103,6 @@ def _kind(value: Any) -> Type | None:
     if isinstance(value, torch.Tensor):
         return TensorType(value.dtype, tuple(value.shape))
     return ScalarType(type(value).__name__) if isinstance(value, (bool, int, float)) else None
-
-
-def _constructed(model: nn.Module) -> list[Strategy]:
-    """The strategies that modules and parameters carry."""
-    tags = [tag_of(target) for target in (*model.modules(), *model.parameters())]
-    return list(dict.fromkeys(tag.strategy for tag in tags if tag is not None))
 
 
 def _graph(model: nn.Module, batch: Flat, parts: Parts, strategies: tuple[StrategySpec, ...]) -> Graph:

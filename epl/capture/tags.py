@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch.nn as nn
 
 from epl.ir.graph import Op, StrategySpec
-from epl.scopes import Strategy, Tag, tag_of
+from epl.scopes import Strategy, Tag, strategies_of, tag_of, tags_of_parameters
 
 __all__ = ["Tagger"]
 
@@ -25,15 +25,14 @@ class Tagger:
         self._called = called
         self._order: list[Strategy] = []
         self._parameter_tags: dict[str, Tag] = {}
+        self._tags_of_parameters = tags_of_parameters(model)
         # a module that is registered under several names is called under one of them
         self._module_tags = {path: tag_of(module) for path, module in model.named_modules(remove_duplicate=False)}
-        tags = [tag_of(target) for target in (*model.modules(), *model.parameters())]
-        constructed = [tag.strategy for tag in tags if tag is not None and not tag.is_default]
-        self._explicit = tuple(dict.fromkeys([*constructed, *entered]))
+        self._explicit = tuple(dict.fromkeys([*strategies_of(model, with_defaults=False), *entered]))
 
     def note_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Remember the tag of a parameter that stands in the graph as ``name``."""
-        tag = tag_of(parameter)
+        tag = self._tags_of_parameters.get(id(parameter))
         if tag is not None:
             self._parameter_tags[name] = tag
 

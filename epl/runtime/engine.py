@@ -207,7 +207,7 @@ class Engine:
             self._verify_first(batch)
         earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
-        self.add_gradients(earlier)
+        add_gradients(self._parameters, earlier)
         return merged.result
 
     def _run_training(self, batch: Any) -> Merged:
@@ -221,10 +221,12 @@ class Engine:
 
     def pending_gradients(self, batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
         """What `forward_backward` returns, and the gradients, which stay off the parameters; for `model`."""
+        self.prepare(batch)
+        self._prepared.probe.warn_if_scaled()
         earlier = take_gradients(self._parameters)
         result = self.forward_backward(batch)
         pending = take_gradients(self._parameters)
-        self.add_gradients(earlier)
+        add_gradients(self._parameters, earlier)
         return result, pending
 
     def forward(self, batch: Any) -> Any:
@@ -259,6 +261,7 @@ class Engine:
     def add_gradients(self, gradients: Iterable[torch.Tensor | None], factor: torch.Tensor | float = 1.0) -> None:
         """Add ``factor`` times these gradients, in the order of the parameters, to the parameters' own; for `model`."""
         add_gradients(self._parameters, gradients, factor)
+        self._prepared.probe.watch(self._parameters)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -352,7 +355,7 @@ class Engine:
             gradients = self.gradients()
         runner.step = step
         self.zero_grad()
-        self.add_gradients(earlier)
+        add_gradients(self._parameters, earlier)
 
         def make_report() -> Report | None:
             if world.rank != 0:

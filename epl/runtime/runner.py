@@ -26,6 +26,7 @@ from epl.runtime.agree import StepNumbers, agree_on_step, content_of, digest
 from epl.runtime.catalog import Catalog, Variant
 from epl.runtime.channels import Channels
 from epl.runtime.executor import BoundStage, Executor, MicroBatch
+from epl.runtime.probe import ScaleProbe
 from epl.runtime.reducer import ReduceGroup, Reducer
 from epl.runtime.results import PartResult, kind_of_part, seed_of
 from epl.runtime.rng import generator_kept, reseeder
@@ -66,6 +67,7 @@ class Runner:
         self.stage, self.replica, self._position = plan.place_of(world.rank)
         self.groups = self._make_groups()
         self._channels = Channels(world, plan)
+        self.probe = ScaleProbe(world, plan.num_stages)
         self._parameters = dict(model.named_parameters())
         self._reduce(self._find_trainable())
         self._programs: dict[Any, Program] = {}

@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import threading
+import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import epl
 import epl.runtime.interface as interface
 from epl.errors import ClusterError, RunError
 from epl.runtime.meeting import slurm_address
-from tests.jobs import ROOT, Job, started
+from tests.jobs import ROOT, Job, patience, started
 from tests.ranks import launch, launch_expecting_errors, run_on
 
 FAULTY = str(ROOT / "tests" / "faulty.py")  # without a fault it is a small training job
@@ -59,26 +61,42 @@ def test_each_slurm_job_has_a_port_of_its_own() -> None:
     assert slurm_address(environ | {"SLURM_JOB_ID": "70000", "SLURM_STEP_ID": "1"})[1] not in ports[:97]
 
 
-def test_a_step_of_slurm_trains_without_any_other_variable(tmp_path: Path) -> None:
-    """As srun would start it: one process a task, and nothing but its own variables."""
-    common = {
+def slurm_task(folder: Path, task: int, *fault: str) -> AbstractContextManager[Job]:
+    """One of two tasks of a step on this host."""
+    environment = {
         "SLURM_NTASKS": "2",
         "SLURM_TASKS_PER_NODE": "2",
         "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task),
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_JOB_NODELIST": "localhost",
     }
+    return started(folder, FAULTY, *fault, environment=environment)
+
+
+def test_a_step_of_slurm_trains_without_any_other_variable(tmp_path: Path) -> None:
+    """As srun would start it: one process a task, and nothing but its own variables."""
     with contextlib.ExitStack() as stack:
-        tasks: list[Job] = []
-        for task in range(2):
-            environment = {**common, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
-            tasks.append(stack.enter_context(started(tmp_path, FAULTY, "none", "none", "0", environment=environment)))
+        tasks = [stack.enter_context(slurm_task(tmp_path, task, "none", "none", "0")) for task in range(2)]
         ended = [task.end() for task in tasks]
     for each in ended:
         assert (each.code, "done" in each.out) == (0, True), each
         assert "c10d" not in each.err  # the store ends with rank 0, and nobody is still talking to it
     assert losses(ended[0].out) == losses(ended[1].out)
+
+
+def test_without_a_launcher_the_others_learn_of_an_error_all_the_same(tmp_path: Path) -> None:
+    """Rank 0 holds the store: if it left at once, its last word would leave with it."""
+    with contextlib.ExitStack() as stack:
+        tasks = [stack.enter_context(slurm_task(tmp_path, task, "between", "raise", "0")) for task in range(2)]
+        begin_s = tasks[0].fault_s()
+        ended = [task.end() for task in tasks]
+        time_s, limit_s = time.time() - begin_s, 10 * patience()
+    assert [each.code for each in ended] == [1, 1]
+    assert "RunError: rank 0 failed with ValueError: a planted fault" in ended[1].err, ended[1].err
+    assert time_s < limit_s, f"after {time_s:.1f} s, not {limit_s:.1f}"
 
 
 def test_a_script_alone_and_under_torchrun_computes_the_same(tmp_path: Path) -> None:

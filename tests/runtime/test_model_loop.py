@@ -5,6 +5,7 @@ A mistake shows as gradients that are scaled twice or not at all, or as an outpu
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -185,3 +186,36 @@ def test_a_forward_pass_needs_no_labels_and_no_optimizer_and_leaves_out_a_cache(
     batch = {"input_ids": torch.arange(12).reshape(2, 6)}
     for logits in launch(2, logits_of, batch):
         assert_close(logits, small_gpt2()(**batch).logits, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------ clipping
+
+
+def clip_in_loop(rank: int, way: Way, how: str) -> list[str]:
+    """Three steps, with gradients clipped in one of three ways; what was warned of."""
+    problem = Problem(partial(seeded, Chain), [batch_of(8, seed) for seed in range(3)])
+    engine = start(problem, way)
+    model, [optimizer] = engine.model, problem.optimize(user_model(engine))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in problem.batches:
+            optimizer.zero_grad()
+            model(**my_share(engine, rank, batch)).backward()
+            if how == "norm":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            elif how == "value":
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            else:
+                engine.clip_grad_norm_(0.01)
+            optimizer.step()
+    return [str(warning.message) for warning in seen]
+
+
+def test_clipping_a_stage_by_its_own_norm_is_warned_of() -> None:
+    """Torch's own function cannot know the other stages; where there are none, or by value, it is right."""
+    pipeline = Way(2, HALVES)
+    [message], none = launch(2, clip_in_loop, pipeline, "norm")
+    assert "call engine.clip_grad_norm_(max_norm) instead" in message
+    assert none == []
+    for way, how in ((pipeline, "value"), (pipeline, "engine"), (Way(2), "norm")):
+        assert launch(2, clip_in_loop, way, how) == [[], []]

@@ -1,0 +1,74 @@
+"""Notice that gradients were scaled stage by stage, which makes another update than one process would.
+
+``torch.nn.utils.clip_grad_norm_`` in a loop of the user's (or of a trainer) sees the gradients of this rank's stage alone,
+and scales them by the norm of that stage: each stage by another factor, without a word. `Engine.clip_grad_norm_` takes the
+norm over all stages. Two elements of one gradient tell a factor from other changes, such as clipping by value.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from epl.runtime.world import World
+
+__all__ = ["ScaleProbe"]
+
+_UNIT = 10**9  # factors travel as whole numbers of billionths
+_UNKNOWN = -1
+
+
+class ScaleProbe:
+    """Remembers two elements of a gradient when backward has left it, and looks at them again before the next step.
+
+    Args:
+        world: The ranks.
+        num_stages: Of the pipeline; with one stage there is nothing to look for.
+    """
+
+    def __init__(self, world: World, num_stages: int) -> None:
+        self._world, self._num_stages = world, num_stages
+        self._watched: tuple[torch.Tensor, torch.Tensor, list[float]] | None = None
+        self._has_warned = False
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Remember a gradient as it is now."""
+        if self._num_stages == 1:
+            return
+        gradients = (p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse and p.grad.numel() > 1)
+        gradient = next(gradients, None)
+        self._watched = None
+        if gradient is not None:
+            places = gradient.detach().flatten()[:64].abs().topk(2).indices
+            self._watched = (gradient, places, gradient.detach().flatten()[places].tolist())
+
+    def warn_if_scaled(self) -> None:
+        """Warn on rank 0, once, if the gradients of some ranks were scaled by another factor than those of others."""
+        if self._num_stages == 1:
+            return
+        factors = [number for (number,) in self._world.gather_numbers([self._factor()]) if number > 0]
+        apart = max(factors, default=0) - min(factors, default=0)
+        if self._world.rank == 0 and apart > _UNIT // 10**5 and not self._has_warned:
+            self._has_warned = True
+            each = ", ".join(f"{number / _UNIT:.3g}" for number in sorted(set(factors)))
+            warnings.warn(
+                f"between backward and the step, gradients were scaled by another factor on each stage: {each}. If that was "
+                "torch.nn.utils.clip_grad_norm_, it saw the gradients of one stage at a time, and the update is not that of "
+                "one process: call engine.clip_grad_norm_(max_norm) instead (a Trainer of transformers: max_grad_norm=0).",
+                stacklevel=6,
+            )
+
+    def _factor(self) -> int:
+        """By what the gradient was multiplied since, in billionths; unknown if it was changed in another way."""
+        if self._watched is None:
+            return _UNKNOWN
+        gradient, places, before = self._watched
+        self._watched = None
+        now = gradient.detach().flatten()[places].tolist()
+        ratios = [new / old if old else math.nan for new, old in zip(now, before, strict=True)]
+        same = abs(ratios[0] - ratios[1]) <= 1e-5 * abs(ratios[0])  # not if one is not a number
+        return round(ratios[0] * _UNIT) if same and 0 < ratios[0] < 10**6 else _UNKNOWN
