@@ -125,8 +125,8 @@ def _children(nest: Any, place: str) -> tuple[str, dict[Any, Any]]:
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         return "dataclass", {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
     raise RunError(
-        f"{place} is a {type(nest).__name__}; what goes into a model or comes out of it holds tensors, None, bool, int, float "
-        "and str in tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out."
+        f"{place} is a {type(nest).__name__}; what goes into a model or comes out of it holds tensors, None, bool, int, "
+        "float and str in tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out."
     )
 
 

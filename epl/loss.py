@@ -74,7 +74,7 @@ def output_step() -> Step:
     step = Step(lambda model, batch: [])
 
     def run(model: Any, batch: Any) -> Parts:
-        flat = flatten(_without_caches(call_model(model, batch)))
+        flat = flatten(_without_caches(call_model(model, batch)), "the model's output")
         step.structure = flat.structure
         return [(f"out.{path}", tensor) for path, tensor in zip(flat.paths, flat.tensors, strict=True)]
 
@@ -146,6 +146,7 @@ def _count(count: Any) -> Any:
 def _aux(value: Any, key: Any) -> Any:
     if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None), *_SYMBOLIC)):
         raise CaptureError(
-            f"aux[{key!r}] is a {type(value).__name__}; aux is a dict of tensors and plain values. Flatten it, or leave it out."
+            f"aux[{key!r}] is a {type(value).__name__}; aux is a dict of tensors and plain values. Flatten it, or leave it "
+            "out."
         )
     return value

@@ -27,14 +27,14 @@ __all__ = ["Channels", "Pending"]
 _SCALARS = {"int": torch.int64, "bool": torch.int64, "float": torch.float64}
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
-    """A value on its way here."""
+    """A value on its way here; ``work`` is None until its turn on the way has come."""
 
     transfer: Transfer
     what: str
-    tensor: torch.Tensor | None
-    work: Any
+    tensor: torch.Tensor
+    work: Any = None
 
 
 class Channels:
@@ -45,6 +45,7 @@ class Channels:
         self._by_pair = world.device.type != "cpu"
         self._groups: dict[tuple[int, int, bool], Group] = {}
         self._sending: deque[tuple[Transfer, str, torch.Tensor, Any]] = deque()
+        self._coming: dict[tuple[int, bool], list[Pending]] = {}  # from each rank, forward or backward, in order
         if self._by_pair:
             self._make_groups(plan)
 
@@ -77,12 +78,13 @@ class Channels:
             return [torch.tensor([value], dtype=_SCALARS[transfer.type.kind], device=self._world.device)]
         assert isinstance(value, torch.Tensor)
         tensor = value.detach().contiguous()
-        if isinstance(transfer.type, TensorType) and not transfer.type.is_static:
-            return [torch.tensor(tensor.shape, dtype=torch.int64, device=self._world.device), tensor]
+        if _is_dynamic(transfer):
+            header = torch.tensor(tensor.shape, dtype=torch.int64, device=self._world.device)
+            return [header, tensor] if tensor.numel() else [header]
         return [tensor]
 
     def post(self, transfer: Transfer, what: str, *, backward: bool) -> Pending:
-        """Start to receive a value."""
+        """Start to receive a value, or note that it is to be received."""
         kind = transfer.type
         if isinstance(kind, TensorType) and not kind.is_static:
             tensor = torch.empty(len(kind.shape), dtype=torch.int64, device=self._world.device)
@@ -91,7 +93,21 @@ class Channels:
         else:
             assert isinstance(kind, ScalarType)
             tensor = torch.empty(1, dtype=_SCALARS[kind.kind], device=self._world.device)
-        return Pending(transfer, what, tensor, self._receive(transfer, tensor, what, backward))
+        pending = Pending(transfer, what, tensor)
+        self._coming.setdefault((transfer.peer, backward), []).append(pending)
+        self._start(transfer.peer, backward)
+        return pending
+
+    def _start(self, peer: int, backward: bool) -> None:
+        """Receive what comes next from a rank, up to the first value whose size is still to be told.
+
+        What follows that one on the way must not be received before it.
+        """
+        for pending in self._coming[(peer, backward)]:
+            if pending.work is None:
+                pending.work = self._receive(pending.transfer, pending.tensor, pending.what, backward)
+            if _is_dynamic(pending.transfer):
+                return
 
     def _receive(self, transfer: Transfer, tensor: torch.Tensor, what: str, backward: bool) -> Any:
         handle = self._handle(transfer.peer, self._world.rank, backward)
@@ -105,13 +121,15 @@ class Channels:
             RunError: it did not come within ``communication.timeout``, or its sender is gone.
         """
         transfer, tensor = pending.transfer, pending.tensor
-        assert tensor is not None
         self._finish(transfer, pending.what, pending.work)
-        if isinstance(transfer.type, ScalarType):
-            return {"int": int, "bool": bool, "float": float}[transfer.type.kind](tensor.item())
         if isinstance(transfer.type, TensorType) and not transfer.type.is_static:
             tensor = torch.empty(tensor.tolist(), dtype=transfer.type.dtype, device=self._world.device)
-            self._finish(transfer, pending.what, self._receive(transfer, tensor, pending.what, backward))
+            if tensor.numel():
+                self._finish(transfer, pending.what, self._receive(transfer, tensor, pending.what, backward))
+        self._coming[(transfer.peer, backward)].remove(pending)
+        self._start(transfer.peer, backward)
+        if isinstance(transfer.type, ScalarType):
+            return {"int": int, "bool": bool, "float": float}[transfer.type.kind](tensor.item())
         return tensor
 
     def _finish(self, transfer: Transfer, what: str, work: Any) -> None:
@@ -137,3 +155,8 @@ class Channels:
                 f"{what} to be taken by rank {transfer.peer} (stage {transfer.stage})", (transfer.peer,)
             ):
                 self._wait_for(work)
+
+
+def _is_dynamic(transfer: Transfer) -> bool:
+    """True for a tensor whose shape is known only when it is there."""
+    return isinstance(transfer.type, TensorType) and not transfer.type.is_static

@@ -56,9 +56,10 @@ class ScaleProbe:
             self._has_warned = True
             each = ", ".join(f"{number / _UNIT:.3g}" for number in sorted(set(factors)))
             warnings.warn(
-                f"between backward and the step, gradients were scaled by another factor on each stage: {each}. If that was "
-                "torch.nn.utils.clip_grad_norm_, it saw the gradients of one stage at a time, and the update is not that of "
-                "one process: call engine.clip_grad_norm_(max_norm) instead (a Trainer of transformers: max_grad_norm=0).",
+                f"between backward and the step, gradients were scaled by another factor on each stage: {each}. If that "
+                "was torch.nn.utils.clip_grad_norm_, it saw the gradients of one stage at a time, and the update is not "
+                "that of one process: call engine.clip_grad_norm_(max_norm) instead (and give a Trainer of transformers "
+                "max_grad_norm=0).",
                 stacklevel=6,
             )
 

@@ -249,3 +249,18 @@ class Uncapturable(nn.Module):
 
     def _block(self, z: Tensor) -> Tensor:
         return torch.tanh(self.b(z))
+
+
+class Selecting(nn.Module):
+    """From its first layer to its second go rows chosen by value, their number as an int, and all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.a(x)
+        chosen = z[z.detach()[:, 0] > 0]
+        count = (z.detach()[:, 1] > 0).sum().item()
+        error = self.b(chosen).square().sum() / x.shape[0] + F.mse_loss(self.b(torch.tanh(z)), y)
+        return error * (1 + count) + chosen.sum()

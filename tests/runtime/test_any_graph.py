@@ -13,7 +13,7 @@ import torch
 import epl
 from tests.parity import assert_close
 from tests.ranks import launch
-from tests.runtime.odd_nets import Chain, Frozen, LateInput, Normed, batch_of, draw
+from tests.runtime.odd_nets import Chain, Frozen, LateInput, Normed, Selecting, batch_of, draw
 from tests.runtime.problems import Outcome, Problem, Way, check, my_share, seeded, start
 from tests.runtime.training import Job, check_parity
 from tests.zoo import CASES, annotate
@@ -44,6 +44,15 @@ def test_inputs_used_in_a_late_stage() -> None:
     late = {"scale": draw(8, 6, seed=7), "shift": 0.5, "unused": None}
     problem = Problem(partial(seeded, LateInput), [{**batch, "late": late} for batch in BATCHES])
     check(problem, Way(3, [["a"], ["b"], ["c"]], micro_batches=3))
+
+
+def test_values_whose_size_is_known_only_when_they_are_there_cross_stages() -> None:
+    """Rows that are chosen by value (none of them, in one micro-batch) and an int travel between values of fixed size."""
+    problem = Problem(partial(seeded, Selecting), BATCHES)
+    rows = [(problem.build().a(part)[:, 0] > 0).sum().item() for part in BATCHES[0]["x"].tensor_split(4)]
+    assert 0 in rows
+    assert max(rows) > 0
+    check(problem, Way(2, [["a"], ["b"]], micro_batches=4), Way(4, [["a"], ["b"]], micro_batches=2), num_parts=4)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 from transformers.utils.generic import ModelOutput
@@ -91,6 +92,65 @@ def test_positional_arguments_and_keywords_mix() -> None:
     expected = [model(*problem.batches[0]).item(), model(*problem.batches[0]).item(), model(x, y).item()]
     for losses in launch(2, call_positionally, problem):
         assert_close(losses, expected, torch.float64)
+
+
+class Asked(NamedTuple):
+    losses: list[float]
+    gradient: Tensor
+    names: list[str]
+    state: dict[str, Tensor]
+
+
+def ask(rank: int, problem: Problem, way: Way) -> Asked:
+    """A loop written for models that return an output class; names and tensors of the model as it is seen there."""
+    engine = start(problem, way)
+    model = engine.model
+    outputs = [model(**my_share(engine, rank, batch)) for batch in problem.batches]
+    losses = [outputs[0].loss, outputs[1]["loss"], outputs[2][0]]
+    torch.stack(losses).sum().backward()
+    gradient = engine.gradients()["a.weight"]
+    assert gradient is not None
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    names = [name for name, _ in model.named_parameters()]
+    return Asked([loss.item() for loss in losses], gradient, names, model.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=IDS[:2])
+def test_a_loss_can_be_asked_for_and_names_are_those_of_a_plain_output_and_model(way: Way) -> None:
+    problem = Problem(partial(seeded, Chain), [batch_of(8, seed) for seed in range(3)])
+    model = problem.build()
+    losses = [model(**batch) for batch in problem.batches]
+    torch.stack(losses).sum().backward()
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    gradient = model.get_parameter("a.weight").grad
+    assert gradient is not None
+    expected = Asked([loss.item() for loss in losses], gradient, [], state)
+    for asked in launch(2, ask, problem, way):
+        assert asked.names == names
+        assert_close(asked._replace(names=[]), expected, torch.float64)
+
+
+class OnePair(nn.Module):
+    """It takes one argument: a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, pair: list[Tensor]) -> Tensor:
+        x, y = pair
+        return F.mse_loss(self.a(x), y)
+
+
+def call_with_list(rank: int, pair: list[Tensor]) -> float:
+    epl.init(epl.Config({"run.print_plan": False}))
+    return epl.parallelize(seeded(OnePair)).model([tensor.tensor_split(2)[rank] for tensor in pair]).item()
+
+
+def test_one_argument_that_is_a_container_stays_one_argument() -> None:
+    pair = list(batch_of(4).values())
+    assert_close(launch(2, call_with_list, pair), [seeded(OnePair)(pair).item()] * 2, torch.float64)
 
 
 def backward_twice(rank: int, problem: Problem) -> None:
