@@ -21,7 +21,7 @@ __all__ = ["plot"]
 
 Curve = dict[str, Any]  # as pretrain_bert.py writes it
 
-# Rounding leaves some 1e-6 after 160 steps [measured: 2 CPU cores, float32]; like any difference it grows as training
+# Rounding leaves some 1e-6 after 120 steps [measured: 2 CPU cores, float32]; like any difference it grows as training
 # goes on. A wrong gradient, batches in another order or other dropout is seen in the second digit within 50 steps.
 TOLERANCE = 1e-3
 

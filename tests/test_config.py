@@ -70,7 +70,10 @@ _DEFAULTS = {
     "run.log_dir": "",
     "run.check_batches": True,
     "run.print_plan": True,
+    "run.trace": "",
+    "run.trace_steps": 3,
     "debug.verify": False,
+    "debug.verify_only": False,
 }
 
 

@@ -71,8 +71,7 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         step, structure, marks = self.hidden
         marks.restart()
-        if marks.with_real_values:
-            _give_values(self.model, marks.parameters)
+        _give_values(self.model, marks.real_parameters)
         effects = [ForwardEffects(module) for module in modules_of(self.model, step)]
         try:
             with annotating(marks):
@@ -100,7 +99,7 @@ def export(model: nn.Module, step: Step, structure: Structure, tensors: Sequence
     Raises:
         CaptureError: export cannot follow the model, or would change what it computes; with the user's line.
     """
-    marks = Marks({path: held.detach() for path, held in model.named_parameters(remove_duplicate=False)})
+    marks = Marks()
     wrapper = _Wrapper(model, step, structure, marks)
     if step.loss_fn is not None:
         annotate_fn({})(step.loss_fn)  # so that export records its lines, as it does those of a module's forward
@@ -119,8 +118,15 @@ def export(model: nn.Module, step: Step, structure: Structure, tensors: Sequence
 def _give_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """Export beside real values leaves those of parameters uninitialised: torch 2.13 copies plain tensors only."""
     for path, fake in model.named_parameters(remove_duplicate=False):
-        if getattr(fake, "real_tensor", None) is not None:
+        if path in values:
             fake.real_tensor = values[path]  # type: ignore[attr-defined]
+
+
+def _values_of_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, since forward may write to them; a released parameter (one element, expanded) is none to write to."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    copies = {id(held): held.detach() if 0 in held.stride() else held.detach().clone() for _, held in named}
+    return {path: copies[id(held)] for path, held in named}
 
 
 def modules_of(model: nn.Module, step: Step) -> list[nn.Module]:
@@ -145,14 +151,17 @@ def _export(wrapper: _Wrapper, tensors: tuple[torch.Tensor, ...]) -> tuple[Expor
     except Exception as error:
         if not _met_data(error):
             raise _capture_error(error) from error
-    wrapper.hidden[2].with_real_values = True
+    marks = wrapper.hidden[2]
+    marks.real_parameters = _values_of_parameters(wrapper.model)
     try:
-        with functorch_options(_REAL_VALUES), _parameters_unchanged(wrapper.model):
+        with functorch_options(_REAL_VALUES):
             return torch.export.export(wrapper, tensors, strict=False), True
     except EplError:
         raise
     except Exception as error:
         raise _capture_error(error) from error
+    finally:
+        marks.real_parameters = {}
 
 
 def _met_data(error: BaseException) -> bool:
@@ -193,19 +202,6 @@ def _state_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
             for held, value in saved:
                 if not held.is_meta and not torch.equal(held, value):
                     held.copy_(value)
-
-
-@contextlib.contextmanager
-def _parameters_unchanged(model: nn.Module) -> Iterator[None]:
-    """Parameters are too large to be copied for the rare model that branches on data and writes to them in forward."""
-    before = [(path, parameter, parameter._version) for path, parameter in model.named_parameters()]
-    yield
-    changed = [path for path, parameter, version in before if parameter._version != version]
-    if changed:
-        raise CaptureError(
-            f"forward changes {', '.join(changed[:5])} in place and branches on data, so its capture has changed them. Do "
-            "one of both outside forward, and load the weights again."
-        )
 
 
 @contextlib.contextmanager

@@ -47,15 +47,10 @@ class PartPlace:
 
 
 class Marks:
-    """The marks of one capture: strategies in order of first use, segments, kept functions, the parts of the result.
+    """The marks of one capture: strategies in order of first use, segments, kept functions, the parts of the result."""
 
-    Args:
-        parameters: The values of the model's parameters, for an export beside real values.
-    """
-
-    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.with_real_values = False
+    def __init__(self) -> None:
+        self.real_parameters: dict[str, torch.Tensor] = {}  # for an export beside real values
         self.functions = FunctionCalls()
         self.restart()
 

@@ -49,7 +49,8 @@ def test_inputs_used_in_a_late_stage() -> None:
 def test_values_whose_size_is_known_only_when_they_are_there_cross_stages() -> None:
     """Rows that are chosen by value (none of them, in one micro-batch) and an int travel between values of fixed size."""
     problem = Problem(partial(seeded, Selecting), BATCHES)
-    rows = [(problem.build().a(part)[:, 0] > 0).sum().item() for part in BATCHES[0]["x"].tensor_split(4)]
+    first = problem.build().get_submodule("a")
+    rows = [(first(part)[:, 0] > 0).sum().item() for part in BATCHES[0]["x"].tensor_split(4)]
     assert 0 in rows
     assert max(rows) > 0
     check(problem, Way(2, [["a"], ["b"]], micro_batches=4), Way(4, [["a"], ["b"]], micro_batches=2), num_parts=4)
