@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 from epl.errors import StrategyError
 
 __all__ = [
+    "DeafTracer",
     "Strategy",
     "Tag",
     "Tracer",
@@ -46,6 +47,16 @@ _Target = TypeVar("_Target", nn.Module, nn.Parameter)
 
 class Tracer(Protocol):
     """Who is told about scopes while a model's forward runs under capture."""
+
+    def enter(self, strategy: Strategy) -> None: ...
+
+    def exit(self, strategy: Strategy) -> None: ...
+
+    def set_default(self, strategy: Strategy) -> None: ...
+
+
+class DeafTracer:
+    """For a forward that runs as it is: its scopes have nothing to say, and a default that it sets ends with it."""
 
     def enter(self, strategy: Strategy) -> None: ...
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epl.capture.checkpoints import checkpoints_plain
 from epl.ir.graph import Graph
+from epl.scopes import DeafTracer, tracing
 
 __all__ = ["DrawCounter", "SeededDraws"]
 
@@ -38,7 +39,7 @@ class SeededDraws(DrawCounter):
     """Calls ``reseed(n)`` before draw n of a plain model, where the graph's operators do so.
 
     Checkpointed functions are not run again in the backward pass while this is open for the forward pass: their second
-    run would draw from a generator that was seeded in between.
+    run would draw from a generator that was seeded in between. Scopes in forward have nothing to say meanwhile.
     """
 
     def __init__(self, graph: Graph, reseed: Callable[[int], None]) -> None:
@@ -49,6 +50,7 @@ class SeededDraws(DrawCounter):
 
     def __enter__(self) -> SeededDraws:
         self._open.enter_context(checkpoints_plain(lambda _: nullcontext()))
+        self._open.enter_context(tracing(DeafTracer()))
         super().__enter__()
         return self
 

@@ -19,7 +19,7 @@ from epl.errors import CaptureError, EplError, RunError
 from epl.ir.graph import Buffer, Graph, Input, Op, Output, Parameter, Ref, StrategySpec
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.loss import Parts, Step
-from epl.scopes import Strategy, strategies_of, tracing
+from epl.scopes import DeafTracer, Strategy, strategies_of, tracing
 
 __all__ = ["opaque"]
 
@@ -58,7 +58,7 @@ def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Co
     return Converted(_graph(model, batch, parts, specs), {"function.call_0": _Call(model, step, batch, parts)}, {})
 
 
-class _CalledStrategies:
+class _CalledStrategies(DeafTracer):
     """Notes the strategies that forward enters."""
 
     def __init__(self) -> None:
@@ -66,9 +66,6 @@ class _CalledStrategies:
 
     def enter(self, strategy: Strategy) -> None:
         self.strategies.append(strategy)
-
-    def exit(self, strategy: Strategy) -> None:
-        """Nothing to note."""
 
     def set_default(self, strategy: Strategy) -> None:
         self.strategies.append(strategy)
@@ -83,7 +80,7 @@ class _Call:
         self._fixed = _fixed(parts)
 
     def __call__(self, tensors: list[torch.Tensor], *_: object) -> list[Any]:
-        with tracing(_CalledStrategies()):  # scopes in forward have nothing to say here
+        with tracing(DeafTracer()):
             parts = self._step.run(self._model, self._batch_structure.unflatten(tensors))
         if _fixed(parts) != self._fixed or self._step.structure != self._structure:
             raise RunError(

@@ -101,7 +101,7 @@ def autograd_calls_refused(is_inside: Callable[[], bool]) -> Iterator[None]:
     """
 
     def refusing(owner: Any, name: str, fault: str) -> Callable[..., Any]:
-        plain = getattr(owner, name)
+        plain, shown = getattr(owner, name), owner.__name__ if name == "__enter__" else name
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             caller = inspect.currentframe()
@@ -109,7 +109,7 @@ def autograd_calls_refused(is_inside: Callable[[], bool]) -> Iterator[None]:
             if is_inside() or caller is None or not is_users(caller.f_code.co_filename):
                 return plain(*args, **kwargs)
             raise CaptureError(
-                f"forward {fault}: {name} at {caller.f_code.co_filename}:{caller.f_lineno}. Leave it out of forward; a "
+                f"forward {fault}: {shown} at {caller.f_code.co_filename}:{caller.f_lineno}. Leave it out of forward; a "
                 "custom torch.autograd.Function may do it, and a model of one TaskGraph runs as it is."
             )
 

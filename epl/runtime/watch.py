@@ -215,9 +215,10 @@ class Watch:
         if error is not None:  # nothing has caught it
             self.report_failure(error)
         how = f"has ended: {self._own_failure}" if self._own_failure else self._farewell()
-        # a thread inside the store must not outlive the interpreter
-        self._leave_by_s = time.monotonic() + (_LINGER_S if self._link.holds_store else 0.0)
         self._post(lambda bulletin: bulletin.tell_gone(how), 0.0)
+        self._leave_by_s = time.monotonic() + (_LINGER_S if self._link.holds_store else 0.0)
+        self._wake.set()
+        # one that came back from the store while the interpreter ends would crash it
         thread.join(timeout=_LINGER_S + _TOLD_S)
 
     def _farewell(self) -> str:
