@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from epl.capture.export import Exported
 from epl.capture.functions import FUNCTION_LIBRARY, FunctionCall
 from epl.capture.marks import AUTOCAST, DEFAULT, GRAD, SCOPE, SEGMENT
+from epl.capture.random_operators import argument_at, num_draws
 from epl.capture.refusals import user_line_of_stack
 from epl.capture.tags import Tagger
 from epl.errors import CaptureError
@@ -39,16 +40,6 @@ _HIDDEN_WRITES = {"aten.batch_norm.default": ((3, 4), 5), "aten.instance_norm.de
 # operators that return their argument itself in some modes, unknown to the schema
 _HIDDEN_VIEWS = ("aten.dropout.", "aten.alpha_dropout.", "aten.feature_dropout.", "aten.lift_fresh.")
 _PYTHON_OPERATORS = (operator, torch)
-_RANDOM_TAG = torch.Tag.nondeterministic_seeded
-# composite random operators: (name, position and keyword of the probability, position of the training flag or None)
-_DROPOUT = {
-    "aten.dropout": (1, 2),
-    "aten.feature_dropout": (1, 2),
-    "aten.alpha_dropout": (1, 2),
-    "aten.feature_alpha_dropout": (1, 2),
-    "aten.dropout_": (1, 2),
-    "aten.rrelu": (None, 3),
-}
 # what torch.func leaves in a graph
 _FUNCTION_TRANSFORMS = (
     *("lazy_load_decompositions", "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"),
@@ -317,7 +308,7 @@ def _source(node: fx.Node) -> str:
 def _with_effects(op: Op, node: fx.Node, building: _Building) -> Op:
     if op.target.startswith("function."):
         return _with_effects_of_call(op, building)
-    draws = _num_draws(op, node)
+    draws = num_draws(op, node)
     if draws:
         op = replace(op, random=building.num_draws)
         building.num_draws += draws
@@ -343,13 +334,13 @@ def _with_effects_of_call(op: Op, building: _Building) -> Op:
 
 def _writes(op: Op, target: Any) -> tuple[str, ...]:
     written = [
-        _at(op, place, arg.name)
+        argument_at(op, place, arg.name)
         for place, arg in enumerate(target._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     ]
     if op.target in _HIDDEN_WRITES:
         places, flag = _HIDDEN_WRITES[op.target]
-        written += [_at(op, place, "") for place in places] if _at(op, flag, "training") else []
+        written += [argument_at(op, place, "") for place in places] if argument_at(op, flag, "training") else []
     return tuple(dict.fromkeys(name for arg in written for name in _ref_names(arg)))
 
 
@@ -358,44 +349,17 @@ def _views(op: Op, target: Any) -> tuple[str, ...]:
     if not aliases and not op.target.startswith(_HIDDEN_VIEWS):
         return ()
     viewed = [
-        _at(op, place, arg.name)
+        argument_at(op, place, arg.name)
         for place, arg in enumerate(target._schema.arguments)
         if arg.alias_info is not None or op.target.startswith(_HIDDEN_VIEWS)
     ]
     return tuple(dict.fromkeys(name for arg in viewed for name in _ref_names(arg)))
 
 
-def _at(op: Op, place: int, keyword: str) -> Argument:
-    return op.args[place] if place < len(op.args) else dict(op.kwargs).get(keyword)
-
-
 def _ref_names(argument: Argument) -> list[str]:
     names: list[str] = []
     map_refs(argument, lambda name: names.append(name) or Ref(name))
     return names
-
-
-def _num_draws(op: Op, node: fx.Node) -> int:
-    """Random numbers are drawn this many times in one run of the operator."""
-    name = op.target.rsplit(".", 1)[0]
-    if name in _DROPOUT:
-        rate, training = _DROPOUT[name]
-        drawing = bool(_at(op, training, "train")) and (rate is None or bool(_at(op, rate, "p")))
-        return int(drawing)
-    if name == "aten.scaled_dot_product_attention":
-        return int(bool(_at(op, 4, "dropout_p")))
-    if name in ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"):
-        layers, rate, training = _recurrent(op)
-        return layers - 1 if training and rate else 0
-    tags = getattr(node.target, "tags", ())
-    return int(_RANDOM_TAG in tags)
-
-
-def _recurrent(op: Op) -> tuple[int, float, bool]:
-    """(num_layers, dropout, train), which follow ``has_biases`` in every form of the recurrent operators."""
-    flags = next(place for place, arg in enumerate(op.args) if isinstance(arg, bool))
-    layers, rate, training = op.args[flags + 1 : flags + 4]
-    return int(layers), float(rate), bool(training)  # type: ignore[arg-type]
 
 
 def _outputs(exported: Exported, building: _Building) -> tuple[Output, ...]:

@@ -198,10 +198,10 @@ def _state_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        changed = [(held, value) for held, value in saved if not held.is_meta and not torch.equal(held, value)]
         with torch.no_grad():
-            for held, value in saved:
-                if not held.is_meta and not torch.equal(held, value):
-                    held.copy_(value)
+            for held, value in changed:
+                held.copy_(value)
 
 
 @contextlib.contextmanager

@@ -109,6 +109,7 @@ def _graph(model: nn.Module, batch: Flat, parts: Parts, strategies: tuple[Strate
     )
     parameters, buffers = _parameters(model), _buffers(model)
     held = tuple(Ref(leaf.name) for leaf in (*parameters, *buffers))
+    tag = 0 if strategies else None
     kinds = [_kind(value) for _, value in parts]
     op = Op(
         "step",
@@ -117,10 +118,11 @@ def _graph(model: nn.Module, batch: Flat, parts: Parts, strategies: tuple[Strate
         (tuple(Ref(leaf.name) for leaf in inputs), held),
         writes=tuple(leaf.name for leaf in buffers),
         random=0,
+        tag=tag,
         module=type(model).__name__,
     )
     picks = [
-        Op(f"part_{place}", kind, "python.getitem", (Ref("step"), place))
+        Op(f"part_{place}", kind, "python.getitem", (Ref("step"), place), tag=tag)
         for place, kind in enumerate(kinds)
         if kind is not None
     ]

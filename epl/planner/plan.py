@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from epl.errors import PlanError
+from epl.errors import PlanError, bulleted
+from epl.schedule import SCHEDULE_NAMES
 
 __all__ = ["EdgePlan", "ParameterPlan", "Plan", "StagePlan"]
+
+_KINDS = ("replicate", "split")
+_REDUCE_METHODS = ("mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -191,20 +196,64 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(plan: Plan) -> None:
+    faults = [*_rank_faults(plan), *_reference_faults(plan), *_number_faults(plan)]
+    if not faults:
+        faults = list(_unavailable(plan))
+    if faults:
+        raise PlanError(bulleted("this plan cannot be carried out:", faults))
+
+
+def _rank_faults(plan: Plan) -> Iterator[str]:
+    if not plan.stages:
+        yield "it has no stages"
     ranks = [rank for stage in plan.stages for replica in stage.ranks for rank in replica]
     if sorted(ranks) != list(range(plan.world_size)):
-        raise PlanError(f"the stages name the ranks {sorted(ranks)}; each of 0..{plan.world_size - 1} is needed once")
-    if any(len(stage.ranks) != plan.num_replicas for stage in plan.stages):
-        counts = [len(stage.ranks) for stage in plan.stages]
-        raise PlanError(f"the stages have {counts} replicas; each must have num_replicas={plan.num_replicas}")
-    if plan.num_micro_batches < 1:
-        raise PlanError(f"num_micro_batches is {plan.num_micro_batches}; at least 1 is needed")
+        yield f"the stages name the ranks {sorted(ranks)}; each of 0..{plan.world_size - 1} is needed once"
+    for stage in plan.stages:
+        if len(stage.ranks) != plan.num_replicas:
+            yield f"stage {stage.index} has {len(stage.ranks)} replicas; num_replicas is {plan.num_replicas}"
+        if len({len(replica) for replica in stage.ranks}) > 1:
+            yield f"the replicas of stage {stage.index} have {[len(replica) for replica in stage.ranks]} devices"
+
+
+def _reference_faults(plan: Plan) -> Iterator[str]:
+    """Stages and TaskGraphs are numbered from 0, and what refers to them does so within their numbers."""
+    count = len(plan.stages)
+    if [stage.index for stage in plan.stages] != list(range(count)):
+        yield f"the stages are numbered {[stage.index for stage in plan.stages]}; 0..{count - 1} is needed, in order"
+    tasks = [task for stage in plan.stages for task in stage.taskgraphs]
+    if sorted(tasks) != list(range(len(tasks))):
+        yield f"the stages hold the TaskGraphs {tasks}; each number from 0 is needed once"
+    for stage in plan.stages:
+        if stage.kind not in _KINDS:
+            yield f"stage {stage.index} is of kind {stage.kind!r}; one of {', '.join(_KINDS)} is needed"
+    for entry in plan.parameters:
+        if not set(entry.stages) <= set(range(count)):
+            yield f"{entry.path} is in stages {list(entry.stages)}; there are {count}"
+    for edge in plan.edges:
+        if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
+            yield f"{edge.value} goes from stage {edge.source} to {edge.target}; there are {count}"
+
+
+def _number_faults(plan: Plan) -> Iterator[str]:
+    for name in ("num_micro_batches", "max_buckets", "num_communicators"):
+        if getattr(plan, name) < 1:
+            yield f"{name} is {getattr(plan, name)}; at least 1 is needed"
+    if plan.schedule.lower() not in [name.lower() for name in SCHEDULE_NAMES]:
+        yield f"schedule is {plan.schedule!r}; one of {', '.join(SCHEDULE_NAMES)} is needed"
+    if plan.reduce_method not in _REDUCE_METHODS:
+        yield f"reduce_method is {plan.reduce_method!r}; one of {', '.join(_REDUCE_METHODS)} is needed"
+    if plan.peak_in_flight and len(plan.peak_in_flight) != len(plan.stages):
+        yield f"peak_in_flight has {len(plan.peak_in_flight)} numbers for {len(plan.stages)} stages"
+
+
+def _unavailable(plan: Plan) -> Iterator[str]:
     counts = [stage.device_count for stage in plan.stages]
     if len(set(counts)) > 1:
-        raise PlanError(
-            f"the TaskGraphs have {counts} devices; different device counts in one pipeline are not yet available. "
-            "Give all TaskGraphs the same device_count."
+        yield (
+            f"the TaskGraphs have {counts} devices; different device counts in one pipeline are not yet available. Give "
+            "all TaskGraphs the same device_count."
         )
     split = [stage.name for stage in plan.stages if stage.kind == "split" and stage.device_count > 1]
     if split:
-        raise PlanError(f"split over more than one device is not yet available: {split}. Use replicate, or split(1).")
+        yield f"split over more than one device is not yet available: {split}. Use replicate, or split(1)."

@@ -59,6 +59,8 @@ class ReplicaLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._global_batches()
+        if not batches:
+            return
         replica, num_replicas = self._share(lambda count: self._collate(batches[0][: max(1, len(batches[0]) // count)]))
         shares = [_share_of(batch, replica, num_replicas) for batch in batches]
         # a replica without samples loads one and drops it, for the form of its batch

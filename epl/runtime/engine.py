@@ -303,16 +303,12 @@ class Engine:
             self._parallel_model = ParallelModel(self, self._model, has_loss_fn=self._loss_fn is not None)
         return self._parallel_model
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """The state dict of the whole model under its original names, on every rank; all ranks call it together."""
         self._together("state_dict")
         tensors, first = gather_state(self._world, self._model, self.plan), first_names(self._model)
-        found: dict[str, torch.Tensor] = {}
-        for name in self._model.state_dict():
-            tensor = tensors[first[name]]
-            assert tensor is not None
-            found[name] = tensor
-        return found
+        own = self._model.state_dict()  # for the names, and for what modules add besides tensors
+        return {name: tensors[first[name]] if name in first else value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict of the whole model; each rank takes what it holds.

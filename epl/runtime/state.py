@@ -250,12 +250,14 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]
     faults += [
         f"{name} has shape {tuple(value.shape)}; the model has {tuple(tensors[first[name]].shape)}"
         for name, value in state.items()
-        if name in wanted and value.shape != tensors[first[name]].shape
+        if name in wanted and name in first and value.shape != tensors[first[name]].shape
     ]
     if faults:
         raise RunError(bulleted("the state dict does not fit the model:", faults))
     held = {entry.path for entry in plan.parameters if is_held(entry, stage)}
     with torch.no_grad():
         for name in wanted:
-            if first[name] in held:
+            if name not in first:  # what a module adds to its state besides tensors
+                model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
+            elif first[name] in held:
                 tensors[first[name]].copy_(state[name])

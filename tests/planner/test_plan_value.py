@@ -90,6 +90,31 @@ def test_a_plan_written_by_hand_is_checked() -> None:
         plan.place_of(7)
 
 
+def test_everything_that_is_wrong_with_a_plan_is_said_at_once() -> None:
+    plan = _plan("1x2")
+    fields = json.loads(plan.to_json())
+    fields |= {"num_micro_batches": 0, "max_buckets": 0, "schedule": "Zigzag", "reduce_method": "median"}
+    fields["stages"][1] |= {"index": 5, "kind": "shard", "taskgraphs": [0]}
+    fields["parameters"][0]["stages"] = [7]
+    fields["edges"][0]["target"] = 0
+    fields["peak_in_flight"] = [1]
+    with pytest.raises(PlanError, match="this plan cannot be carried out") as caught:
+        Plan.from_json(json.dumps(fields))
+    for part in (
+        "num_micro_batches is 0", "max_buckets is 0", "schedule is 'Zigzag'", "reduce_method is 'median'",
+        "numbered [0, 5]", "of kind 'shard'", "hold the TaskGraphs [0, 0]", "is in stages [7]; there are 2",
+        "goes from stage 0 to 0", "1 numbers for 2 stages",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["stages", "num_replicas", "num_micro_batches"])
+def test_a_field_of_the_wrong_type_is_refused(field: str) -> None:
+    fields = json.loads(_plan("1x2").to_json())
+    with pytest.raises(PlanError):
+        Plan.from_json(json.dumps({**fields, field: "two"}))
+
+
 def test_the_table_shows_stages_ranks_sizes_and_what_crosses() -> None:
     table = plan_table(_plan("1x4", pipeline__num_micro_batch=4))
     lines = [" ".join(line.split()) for line in table.splitlines()]

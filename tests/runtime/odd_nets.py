@@ -264,3 +264,15 @@ class Selecting(nn.Module):
         count = (z.detach()[:, 1] > 0).sum().item()
         error = self.b(chosen).square().sum() / x.shape[0] + F.mse_loss(self.b(torch.tanh(z)), y)
         return error * (1 + count) + chosen.sum()
+
+
+class Counting(Chain):
+    """A chain that keeps a plain number in its state dict."""
+
+    seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors
-from tests.runtime.odd_nets import Named, batch_of
+from tests.runtime.odd_nets import Counting, Named, batch_of
 from tests.runtime.problems import Problem, Way, my_share, plain, seeded, start, user_model
 
 CUT = [["a"], ["b"]]
@@ -100,6 +100,18 @@ def test_a_state_dict_that_does_not_fit_is_refused_whole_with_all_its_faults() -
             "  - b.weight has shape (2, 3); the model has (6, 6)",
             "  - tied.weight has shape (1,); the model has (6, 6)",
         ]
+
+
+def keep_extra_state(rank: int) -> tuple[int, int]:
+    engine = start(Problem(partial(seeded, Counting), [batch_of(4)]), Way(2, [["a", "b"], ["c", "d"]]))
+    user_model(engine).seen = 3
+    state = engine.state_dict()
+    engine.load_state_dict({**state, "_extra_state": 5})
+    return state["_extra_state"], user_model(engine).seen
+
+
+def test_what_a_module_adds_to_its_state_is_kept() -> None:
+    assert launch(2, keep_extra_state) == [(3, 5), (3, 5)]
 
 
 def released(rank: int, problem: Problem) -> set[str]:
