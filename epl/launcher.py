@@ -50,6 +50,9 @@ __all__ = ["LaunchOptions", "launch"]
 _GRACE_S = 3  # from SIGTERM to SIGKILL; a failure is noticed within 0.1 s, so that all ranks end well within 10 s
 _MEETING_S = 600  # how long the nodes wait for one another at the start
 _TAIL_LINES = 20
+_PLAN_FOLDER = (
+    "EPL_RUN_LOG_DIR"  # config.py's run.log_dir: the plan is written beside the logs, unless the user said where
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,8 @@ def launch(options: LaunchOptions) -> int:
     """
     _quieten_torch()
     name = Path(options.script).stem + (f"-node{options.node_rank}" if options.nnodes > 1 else "")
-    logs = RankLogs(new_log_folder(options.log_dir, name), _rank_environment(options.nproc))
+    folder = new_log_folder(options.log_dir, name)
+    logs = RankLogs(folder, _rank_environment(options.nproc, folder))
     _say(f"{options.nproc} {'rank' if options.nproc == 1 else 'ranks'} on this node, logs in {logs.root_log_dir}")
     with ProcessGuard() as guard, contextlib.closing(logs):
         try:
@@ -312,7 +316,7 @@ def _worker_spec(options: LaunchOptions) -> WorkerSpec:
     )
 
 
-def _rank_environment(nproc: int) -> dict[str, str]:
+def _rank_environment(nproc: int, folder: Path) -> dict[str, str]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores // nproc))
     # The last one undoes for the ranks what _Agent._start_workers does to this process.
@@ -322,6 +326,7 @@ def _rank_environment(nproc: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
         LAUNCHER_PID: str(os.getpid()),
+        _PLAN_FOLDER: os.environ.get(_PLAN_FOLDER, str(folder)),
     }
 
 

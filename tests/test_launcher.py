@@ -28,13 +28,15 @@ from tests import jobs
 
 REPORT = """
 import json, os, sys
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS EPL_RUN_LOG_DIR".split()
 seen = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:], "main": __name__}
 print("out of rank", os.environ["RANK"])
 print("err of rank", os.environ["RANK"], file=sys.stderr)
 with open(f"seen_{os.environ['RANK']}.json", "w") as file:
     json.dump(seen, file)
 """
+
+MINE = {"OMP_NUM_THREADS": "5", "EPL_RUN_LOG_DIR": "mine"}  # what the user has set, and keeps
 
 # Notes its process id under a name, and stays.
 STAY = """
@@ -124,7 +126,7 @@ def module_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("module")
     (folder / "package").mkdir()
     write(folder / "package", "train.py", REPORT)
-    return run(folder, "--nproc", "2", "--log-dir", "my_logs", "-m", "package.train", "-m", "x", OMP_NUM_THREADS="5")
+    return run(folder, "--nproc", "2", "--log-dir", "my_logs", "-m", "package.train", "-m", "x", **MINE)
 
 
 class TestRunsThatEndWell:
@@ -155,6 +157,13 @@ class TestRunsThatEndWell:
 
     def test_a_number_of_threads_that_the_user_set_is_kept(self, module_run: Run) -> None:
         assert {module_run.seen(rank)["OMP_NUM_THREADS"] for rank in range(2)} == {"5"}
+
+    def test_the_plan_is_written_beside_the_logs_unless_the_user_said_where(
+        self, script_run: Run, module_run: Run
+    ) -> None:
+        folder = script_run.err.splitlines()[0].split(", logs in ")[1]
+        assert {script_run.seen(rank)["EPL_RUN_LOG_DIR"] for rank in range(3)} == {folder}
+        assert {module_run.seen(rank)["EPL_RUN_LOG_DIR"] for rank in range(2)} == {"mine"}
 
     def test_the_terminal_shows_rank_0_and_nothing_else(self, script_run: Run) -> None:
         assert script_run.out == "out of rank 0\n"

@@ -25,7 +25,7 @@ from epl.runtime.agree import StepNumbers, agree_on, agree_on_step, all_succeed,
 from epl.runtime.catalog import Catalog
 from epl.runtime.clip import clip_grad_norm
 from epl.runtime.data import guess_num_replicas
-from epl.runtime.logs import write_plan
+from epl.runtime.logs import settings_lines, write_plan
 from epl.runtime.model import ParallelModel, in_eval_mode
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
@@ -131,7 +131,7 @@ class Engine:
     def _prepare(self, batch: Any, kind: str) -> Plan:
         if self._runner is not None:
             return self._runner.plan
-        agree_on(self._world, "the settings", [f"{key} = {value!r}" for key, value in self._config.to_dict().items()])
+        agree_on(self._world, "the settings", settings_lines(self._config))
         agree_on(self._world, "the model's parameters", model_lines(self._model))
         self._world.watch.now("the capture of the model")
         plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))

@@ -8,7 +8,7 @@ from epl.config import Config
 from epl.planner.plan import Plan
 from epl.planner.table import plan_table
 
-__all__ = ["write_plan"]
+__all__ = ["settings_lines", "write_plan"]
 
 
 def write_plan(folder: str, plan: Plan, config: Config) -> None:
@@ -20,3 +20,8 @@ def write_plan(folder: str, plan: Plan, config: Config) -> None:
     (path / "plan.json").write_text(plan.to_json())
     (path / "plan.txt").write_text(plan_table(plan) + "\n")
     (path / "config.txt").write_text(str(config) + "\n")
+
+
+def settings_lines(config: Config) -> list[str]:
+    """One line for each setting that ranks must have in common: all but the folder, which is of each machine's own."""
+    return [f"{key} = {value!r}" for key, value in config.to_dict().items() if key != "run.log_dir"]

@@ -1,0 +1,57 @@
+"""What ranks of one group can do together, as the layers above the runtime see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Collectives", "LonelyRank"]
+
+
+class Collectives(Protocol):
+    """A rank of a group, and what it does with the others. Results are new tensors; nothing here is differentiable.
+
+    Attributes:
+        rank: This rank's place in the group, from 0.
+        size: Number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        """The sum, or the maximum (``operation="max"``), over all ranks."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Every rank's tensor, rank 0 first; ``shapes`` are theirs."""
+        ...
+
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over all ranks of the piece for this rank; ``pieces[r]`` goes to rank r."""
+        ...
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What every rank has for this one; ``pieces[r]`` goes to rank r, ``shapes[r]`` comes from it."""
+        ...
+
+
+class LonelyRank:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        return tensor.clone()
+
+    def all_gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [tensor]
+
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        return pieces[0].clone()
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return list(pieces)
