@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 TINY_BERT = ["--layers", "2", "--hidden", "32", "--steps", "10", "--learning-rate", "0.01", "--evaluate-every", "5"]
 TOLERANCE = 1e-4  # of float32 losses near 6, after ten steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts of torch and transformers on up to 5 ranks
+pytestmark = pytest.mark.timeout(240)  # starts of torch and transformers on up to 5 ranks
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -96,14 +96,14 @@ def test_a_rank_that_ends_badly_ends_all_and_is_named(
 def test_a_rank_that_computes_for_ever_is_named_with_its_instruction(tmp_path: Path) -> None:
     """Both jobs wait for the same limit at the same time. A rank that is named wrongly is one that only waits, too."""
     with (
-        job(tmp_path / "forward", "forward", "loop", 1) as first,
-        job(tmp_path / "capture", "capture", "loop", 2) as second,
+        job(tmp_path / "forward", "forward", "loop", 1, nproc=2) as first,
+        job(tmp_path / "capture", "capture", "loop", 0, nproc=2) as second,
         ThreadPoolExecutor() as pool,
     ):
         in_step, in_capture = pool.map(after_fault, (first, second))
     for failed, culprit in (
         (in_step, "rank 1 has been computing in 1F0"),
-        (in_capture, "rank 2 has been computing in the ca"),
+        (in_capture, "rank 0 has been computing in the ca"),
     ):
         assert failed.code == 1
         assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said

@@ -102,6 +102,7 @@ def test_a_rank_killed_on_one_host_ends_both(hosts: list[str], tmp_path: Path) -
         assert "[epl] rank 1 was killed by SIGKILL" in each.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launcher_killed_on_one_host_ends_both(hosts: list[str], tmp_path: Path, victim: int) -> None:
     """Node 0's launcher takes the store with it; node 1's takes nothing, but leaves ranks that nobody ends."""

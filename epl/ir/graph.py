@@ -304,21 +304,39 @@ class Graph:
 
     @cached_property
     def needs_grad(self) -> frozenset[str]:
-        """Values through which a gradient may flow back to a trainable parameter.
+        """Values through which a gradient may flow from the loss back to a trainable parameter.
 
         Conservative: an operator's differentiable result needs a gradient if one of its arguments does.
         """
+        return frozenset(self._depends_on_parameters & self._has_a_say)
+
+    @cached_property
+    def _has_a_say(self) -> set[str]:
+        """Values on which the loss depends by operators that autograd follows; without a loss, all values."""
+        roots = self.storage_roots
+        needed = {name for out in self.outputs if out.role in ("loss", "total") for name in refs_in(out.value)}
+        if not needed:
+            return set(roots)
+        memory = {roots[name] for name in needed}  # what is written to is the same value under each of its names
+        for op in reversed(self.ops):
+            counts = op.name in needed or roots[op.name] in memory & self.written.keys()
+            if _flows(op) and (counts or any(roots[name] in memory for name in op.writes)):
+                needed.update(op.reads)
+                memory.update(roots[name] for name in op.reads)
+        return {name for name, root in roots.items() if name in needed or root in memory & self.written.keys()}
+
+    @cached_property
+    def _depends_on_parameters(self) -> set[str]:
         needing = {parameter.name for parameter in self.parameters if parameter.trainable}
         for op in self.ops:
             if not needing.isdisjoint(op.writes):
                 needing.add(op.name)  # the same tensor, also where autograd is off
-            flows = op.grad and not op.target.startswith(("aten.detach.", "aten.alias_copy."))
-            if flows and _differentiable(op.type) and not needing.isdisjoint(op.reads):
+            if _flows(op) and _differentiable(op.type) and not needing.isdisjoint(op.reads):
                 needing.add(op.name)
                 # what is written to carries the gradient of what was written, under each of its names
                 written = {self.storage_roots[name] for name in op.writes}
                 needing.update(name for root in written for name in self._aliases[root])
-        return frozenset(needing)
+        return needing
 
     @cached_property
     def _aliases(self) -> dict[str, list[str]]:
@@ -333,6 +351,11 @@ class Graph:
         by_name = {parameter.name: parameter for parameter in self.parameters}
         taken = (name for op in self.ops if op.task == task for name in op.reads)
         return tuple(by_name[name] for name in dict.fromkeys(taken) if name in by_name)
+
+
+def _flows(op: Op) -> bool:
+    """True unless autograd stops here."""
+    return op.grad and not op.target.startswith(("aten.detach.", "aten.alias_copy."))
 
 
 def _differentiable(kind: Type) -> bool:

@@ -1,0 +1,1 @@
+"""What things cost: seconds of computing and of communication, bytes of memory; constants with their sources."""
