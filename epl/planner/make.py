@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
-from epl.errors import StrategyError
+from epl.cost.devices import device_model
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan
+from epl.planner.split import SplitChoice, choose_split
+from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
 
-__all__ = ["make_plan", "shares_devices", "stage_of_tasks"]
+__all__ = ["is_split", "make_plan", "shares_devices", "stage_of_tasks"]
 
 
 def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool = False) -> Plan:
@@ -34,11 +37,22 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
     schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)
     edges = _edges(graph, stage_of)
     outcome = dry_run(schedule, dependencies={(edge.source, edge.target) for edge in edges} or None)
+    splits = {
+        stage.index: choose_split(
+            graph,
+            frozenset(stage.taskgraphs),
+            stage.device_count,
+            device_model(cluster.device_kind),
+            num_micro_batches=num_micro_batches,
+        )
+        for stage in stages
+        if is_split(stage)
+    }
     return Plan(
         world_size=cluster.world_size,
         num_replicas=len(stages[0].ranks),
         stages=stages,
-        parameters=_parameters(graph, stage_of),
+        parameters=_parameters(graph, stage_of, splits),
         edges=edges,
         num_micro_batches=num_micro_batches,
         schedule=config.pipeline.strategy,
@@ -49,8 +63,15 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         peak_in_flight=tuple(outcome.peak_in_flight),
         bubble=outcome.bubble,
         is_opaque=is_opaque,
+        device_kind=cluster.device_kind,
+        splits=tuple(describe_split(index, choice) for index, choice in splits.items()),
         notes=_notes(graph, len(stages), is_opaque),
     )
+
+
+def is_split(stage: StagePlan) -> bool:
+    """True if the ranks of a stage share out its weights."""
+    return stage.kind == "split" and stage.device_count > 1
 
 
 def stage_of_tasks(stages: tuple[StagePlan, ...]) -> dict[int, int]:
@@ -83,10 +104,8 @@ def _ranks(device: VirtualDevice) -> tuple[tuple[int, ...], ...]:
 
 def _stage(graph: Graph, index: int, tasks: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]) -> StagePlan:
     specs = [graph.tasks[task] for task in tasks]
-    kinds = sorted({spec.kind for spec in specs})
-    if len(kinds) > 1 and len(ranks[0]) > 1:
-        raise StrategyError("replicate and split on the same devices are not yet available together")
-    return StagePlan(index, "+".join(spec.name for spec in specs), kinds[0], tasks, ranks)
+    kind = "split" if any(spec.kind == "split" for spec in specs) else "replicate"
+    return StagePlan(index, "+".join(spec.name for spec in specs), kind, tasks, ranks)
 
 
 @dataclass(frozen=True)
@@ -123,26 +142,32 @@ def _size_bytes(kind: Type) -> int:
     )
 
 
-def _parameters(graph: Graph, stage_of: dict[int, int]) -> tuple[ParameterPlan, ...]:
+def _parameters(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, SplitChoice]) -> tuple[ParameterPlan, ...]:
     users: dict[str, set[int]] = {}
     for op in graph.ops:
         for name in op.reads:
             users.setdefault(name, set()).add(stage_of[op.task or 0])
     return tuple(
-        _parameter(leaf, tuple(sorted(users.get(leaf.name, ())))) for leaf in (*graph.parameters, *graph.buffers)
+        _parameter(leaf, tuple(sorted(users.get(leaf.name, ()))), splits)
+        for leaf in (*graph.parameters, *graph.buffers)
     )
 
 
-def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...]) -> ParameterPlan:
-    is_parameter = isinstance(leaf, Parameter)
+def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...], splits: Mapping[int, SplitChoice]) -> ParameterPlan:
+    choices = [splits[stage] for stage in stages if stage in splits]
+    is_summed_later = any(
+        choice.sums_later(edge) for choice in choices for edge in choice.problem.edges if edge.value == leaf.name
+    )
     return ParameterPlan(
         path=leaf.path,
         aliases=leaf.aliases if isinstance(leaf, Parameter) else (),
         shape=tuple(size or 0 for size in leaf.type.shape),
         dtype=str(leaf.type.dtype).removeprefix("torch."),
-        kind="parameter" if is_parameter else "buffer",
+        kind="parameter" if isinstance(leaf, Parameter) else "buffer",
         trainable=isinstance(leaf, Parameter) and leaf.trainable,
         stages=stages,
+        placement=str(choices[0].stored.get(leaf.name, "R")) if choices else "R",
+        gradient="P" if is_summed_later else "R",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from epl.errors import PlanError, bulleted
 from epl.schedule import SCHEDULE_NAMES
 
-__all__ = ["EdgePlan", "ParameterPlan", "Plan", "StagePlan"]
+__all__ = ["EdgePlan", "ParameterPlan", "Plan", "SplitPlan", "StagePlan"]
 
 _KINDS = ("replicate", "split")
 _REDUCE_METHODS = ("mean", "sum")
@@ -57,7 +57,10 @@ class ParameterPlan:
         kind: ``parameter`` or ``buffer``.
         trainable: True if it takes a gradient.
         stages: The stages that hold it; empty if nothing in the step uses it (then stage 0 keeps it).
-        placement: ``R``: whole on every rank of its stages.
+        placement: What each rank of a stage holds: ``R``, all of it; ``S(0)``, a part along dimension 0
+            (:mod:`epl.sharding.placements`).
+        gradient: ``P`` if the ranks of a ``split`` stage each come to a summand of its gradient, which are added up once a
+            step; else ``R``.
     """
 
     path: str
@@ -68,6 +71,7 @@ class ParameterPlan:
     trainable: bool
     stages: tuple[int, ...]
     placement: str = "R"
+    gradient: str = "R"
 
     @property
     def owner(self) -> int:
@@ -85,6 +89,25 @@ class EdgePlan:
     type: str
     size_bytes: int
     needs_grad: bool
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How the work of a ``split`` stage is shared out, for the micro-batch that the plan was made with.
+
+    Args:
+        stage: The stage.
+        time_s: Estimate of computing and communication for a micro-batch, forward and backward.
+        sent_bytes: Bytes that each rank sends for a micro-batch.
+        choices: How operators run, a line for each kind.
+        communication: What travels, a line for each kind.
+    """
+
+    stage: int
+    time_s: float
+    sent_bytes: float
+    choices: tuple[str, ...]
+    communication: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,8 @@ class Plan:
         peak_in_flight: Most micro-batches that each stage holds activations of at once.
         bubble: Share of the pipeline's time that is idle, for equal stages and backward twice as long as forward.
         is_opaque: True if the model runs as it is, without a graph.
+        device_kind: What the devices are, such as "A100-80GB"; empty: not said.
+        splits: How ``split`` stages share out their work.
         notes: What the reader should know, a line each.
     """
 
@@ -123,6 +148,8 @@ class Plan:
     peak_in_flight: tuple[int, ...] = ()
     bubble: float = 0.0
     is_opaque: bool = False
+    device_kind: str = ""
+    splits: tuple[SplitPlan, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,9 +160,15 @@ class Plan:
         return len(self.stages)
 
     @property
+    def num_shares(self) -> int:
+        """Parts that a replica's batch is shared out to: the devices of a stage, unless they share out its weights."""
+        is_replicated = all(stage.kind == "replicate" for stage in self.stages)
+        return self.stages[0].device_count if is_replicated else 1
+
+    @property
     def num_columns(self) -> int:
-        """Parts that the global batch is shared out to: replicas times devices of a stage."""
-        return self.num_replicas * self.stages[0].device_count
+        """Parts that the global batch is shared out to."""
+        return self.num_replicas * self.num_shares
 
     def place_of(self, rank: int) -> tuple[int, int, int]:
         """(stage, replica, position) of a rank.
@@ -152,12 +185,59 @@ class Plan:
     def column_of(self, rank: int) -> int:
         """Which part of the global batch the rank works on."""
         _, replica, position = self.place_of(rank)
-        return replica * self.stages[0].device_count + position
+        return replica * self.num_shares + position % self.num_shares
 
     def ranks_of_column(self, column: int) -> tuple[int, ...]:
-        """The ranks, by stage, that work on one part of the global batch."""
-        replica, position = divmod(column, self.stages[0].device_count)
+        """The ranks, one of each stage, that work on one part of the global batch and report what comes of it."""
+        replica, position = divmod(column, self.num_shares)
         return tuple(stage.ranks[replica][position] for stage in self.stages)
+
+    def peers(self, rank: int, stage: int) -> tuple[int, ...]:
+        """The ranks of another stage that take from this rank what it has made, or its gradient.
+
+        Positions meet in turn: with 1 device here and 4 there all four, with 4 here and 1 there one or none.
+        """
+        own, replica, position = self.place_of(rank)
+        others = self.stages[stage].ranks[replica]
+        count = self.stages[own].device_count
+        return tuple(other for place, other in enumerate(others) if place % count == position)
+
+    def source(self, rank: int, stage: int) -> int:
+        """The rank of another stage that gives this rank a value, or its gradient."""
+        _, replica, position = self.place_of(rank)
+        others = self.stages[stage].ranks[replica]
+        return others[position % len(others)]
+
+    def twins(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its stage that hold what this rank holds: all of them, or those at its place in each replica."""
+        index, _, position = self.place_of(rank)
+        stage = self.stages[index]
+        if stage.kind == "replicate":
+            return self.ranks_of_stages((index,))
+        return tuple(sorted(replica[position] for replica in stage.ranks))
+
+    def holders(self, entry: ParameterPlan) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold a parameter or buffer, in sets that add up its gradient."""
+        stages = [self.stages[index] for index in entry.stages]
+        if not stages or entry.gradient == "P" or all(stage.kind == "replicate" for stage in stages):
+            return (self.ranks_of_stages(entry.stages),)
+        places = range(max(stage.device_count for stage in stages))
+        return tuple(
+            tuple(sorted({replica[place % len(replica)] for stage in stages for replica in stage.ranks}))
+            for place in places
+        )
+
+    def alike(self, entry: ParameterPlan) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold a parameter or buffer, in sets that hold the same of it; the owner's rank first."""
+        whole = entry.placement == "R"
+        sets = (self.ranks_of_stages(entry.stages),) if whole else self.holders(entry)
+        owner = self.ranks_of_column(0)[entry.owner]
+        return tuple(tuple(sorted(ranks, key=lambda rank: (rank != owner, rank))) for ranks in sets if ranks)
+
+    def owners(self, entry: ParameterPlan) -> tuple[int, ...]:
+        """The ranks whose parts make the whole of a parameter or buffer: one, unless it is cut."""
+        ranks = self.stages[entry.owner].ranks[0]
+        return (ranks[0],) if entry.placement == "R" else ranks
 
     def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
         """All ranks of one replica, which are given the same batch."""
@@ -180,7 +260,8 @@ class Plan:
         """
         try:
             fields = json.loads(text)
-            parts = {"stages": StagePlan, "parameters": ParameterPlan, "edges": EdgePlan}
+            fields.setdefault("splits", [])
+            parts = {"stages": StagePlan, "parameters": ParameterPlan, "edges": EdgePlan, "splits": SplitPlan}
             for key, kind in parts.items():
                 fields[key] = tuple(kind(**_tuples(item)) for item in fields[key])
             return Plan(**_tuples(fields))
@@ -212,6 +293,8 @@ def _rank_faults(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         if len(stage.ranks) != plan.num_replicas:
             yield f"stage {stage.index} has {len(stage.ranks)} replicas; num_replicas is {plan.num_replicas}"
+        if stage.kind == "split" and any(list(replica) != sorted(replica) for replica in stage.ranks):
+            yield f"the ranks of a split stage are in ascending order; stage {stage.index} has {stage.ranks}"
         if len({len(replica) for replica in stage.ranks}) > 1:
             yield f"the replicas of stage {stage.index} have {[len(replica) for replica in stage.ranks]} devices"
 
@@ -249,11 +332,16 @@ def _number_faults(plan: Plan) -> Iterator[str]:
 
 def _unavailable(plan: Plan) -> Iterator[str]:
     counts = [stage.device_count for stage in plan.stages]
-    if len(set(counts)) > 1:
+    copied = [stage for stage in plan.stages if stage.kind == "replicate" and stage.device_count > 1]
+    if copied and len({(stage.kind, stage.device_count) for stage in plan.stages}) > 1:
         yield (
-            f"the TaskGraphs have {counts} devices; different device counts in one pipeline are not yet available. Give "
-            "all TaskGraphs the same device_count."
+            f"the TaskGraphs have {counts} devices; a pipeline in which replicate({copied[0].device_count}) stands beside "
+            "another device count, or beside split, is not yet available. Use replicate(1) beside split, or give all "
+            "TaskGraphs the same device_count."
         )
-    split = [stage.name for stage in plan.stages if stage.kind == "split" and stage.device_count > 1]
-    if split:
-        yield f"split over more than one device is not yet available: {split}. Use replicate, or split(1)."
+    for entry in plan.parameters:
+        if entry.trainable and len({counts[index] for index in entry.stages}) > 1:
+            yield (
+                f"{entry.path} is tied over stages {list(entry.stages)} with {[counts[i] for i in entry.stages]} devices; "
+                "that is not yet available. Give them the same device_count, or put all its uses into one TaskGraph."
+            )

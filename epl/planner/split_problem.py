@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from epl.cost.devices import DeviceModel
 from epl.cost.operators import operator_s, work_of
-from epl.ir.graph import Buffer, Constant, Graph, Input, Op, Parameter, Ref
+from epl.ir.graph import Buffer, Constant, Graph, Op, Parameter, Ref
 from epl.ir.types import ListType, TensorType, Type
-from epl.sharding.options import WHOLE, Call, Option, gradient_handed_back, whole_option
+from epl.sharding.options import WHOLE, Call, Option
 from epl.sharding.patterns import Patterns, Slots
 from epl.sharding.placements import Placement, local_shape
 from epl.sharding.rules import options_of
 
-__all__ = ["Edge", "Item", "Problem", "Use", "split_problem"]
+__all__ = ["Edge", "Item", "Problem", "Use", "slots_of", "split_problem", "static_shape", "value_names"]
 
-Leaf = Input | Parameter | Buffer | Constant
+STATES = 4  # a trained weight, its gradient, and the two moments of Adam
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Item:
 
     Args:
         name: Of the operator or leaf; ``"-> name"`` for the outside world, which takes a value.
+        kind: ``op``, ``stored`` (a parameter, buffer or constant), ``given`` (comes whole) or ``out`` (leaves whole).
+        label: Its module or path, with ``*`` for the number of a repeated block, and its operator.
         group: Items of one group decide alike.
         options: What it may do; for a leaf one result and no inputs.
         times_s: Seconds of each option.
@@ -39,6 +41,8 @@ class Item:
     """
 
     name: str
+    kind: str
+    label: tuple[str, ...]
     group: Hashable
     options: tuple[Option, ...]
     times_s: tuple[float, ...]
@@ -86,21 +90,40 @@ class Problem:
     num_ranks: int
     device: DeviceModel
 
-    def placement_back(self, use: Use, option: Option) -> Placement:
-        """How the gradient of an argument comes out of the option's backward pass."""
-        return gradient_handed_back(option, use.place)
 
-
-@dataclass
 class _Builder:
-    graph: Graph
-    ops: tuple[Op, ...]
-    num_ranks: int
-    device: DeviceModel
-    pins: Mapping[str, Placement]
-    items: list[Item] = field(default_factory=list)
-    place_of: dict[str, tuple[int, int]] = field(default_factory=dict)  # value -> its maker, and the result it is
-    uses: dict[str, list[Use]] = field(default_factory=dict)
+    """What is gathered on the way."""
+
+    def __init__(
+        self, graph: Graph, tasks: frozenset[int], num_ranks: int, device: DeviceModel, pins: Mapping[str, Placement]
+    ) -> None:
+        self.graph, self.tasks, self.num_ranks, self.device, self.pins = graph, tasks, num_ranks, device, pins
+        self.ops = tuple(op for op in graph.ops if op.task in tasks and op.target != "python.getitem")
+        self.names = value_names(graph)
+        self.shapes = _shapes(graph)
+        self.root_of = {self.names[name]: root for name, root in graph.storage_roots.items()}
+        self.order = {op.name: place for place, op in enumerate(self.ops)}
+        self.items: list[Item] = []
+        self.place_of: dict[str, tuple[int, int]] = {}  # value -> its maker, and which of its results it is
+        self.uses: dict[str, list[Use]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, item: Item, makes: Sequence[str]) -> int:
+        self.items.append(item)
+        index = len(self.items) - 1
+        self.place_of.update({name: (index, number) for number, name in enumerate(makes)})
+        return index
+
+    def count(self, op: Op) -> int:
+        """The how-manieth operator of its module it is."""
+        self._counts[op.module] += 1
+        return self._counts[op.module]
+
+    def size_bytes(self, value: str) -> int:
+        maker, _, number = value.partition(".")
+        kind = self.graph.type_of(maker)
+        kind = kind.items[int(number)] if isinstance(kind, ListType) else kind
+        return kind.size_bytes if isinstance(kind, TensorType) else 0
 
 
 def split_problem(
@@ -119,39 +142,173 @@ def split_problem(
         device: What each rank computes on.
         pins: Placements of parameters that are given, by their names in the graph.
     """
-    ops = tuple(op for op in graph.ops if op.task in tasks and op.target != "python.getitem")
-    build = _Builder(graph, ops, num_ranks, device, pins or {})
-    calls = [Call(op, graph.type_of) for op in ops]
-    slots = [_slots(graph, call) for call in calls]
-    wishes = [_wishes(call) for call in calls]
-    patterns = Patterns(num_ranks, dict(build.pins), _shapes(graph))
+    build = _Builder(graph, tasks, num_ranks, device, pins or {})
+    calls = [Call(op, graph.type_of) for op in build.ops]
+    slots = [slots_of(call, build.names, build.shapes) for call in calls]
+    wishes = [options_of(call) for call in calls]
+    patterns = Patterns(num_ranks, build.pins, build.shapes)
     patterns.tie(list(zip(slots, wishes, strict=True)))
     _add_leaves(build, patterns)
     for call, slot, wish in zip(calls, slots, wishes, strict=True):
         _add_op(build, call, slot, [o for o in (patterns.concrete(slot, option) for option in wish) if o is not None])
-    _add_outside(build, tasks)
+    _add_outside(build)
     return Problem(tuple(build.items), tuple(_edges(build)), num_ranks, device)
 
 
-def _wishes(call: Call) -> tuple[Option, ...]:
-    return options_of(call) if call.op.segment is None or True else (whole_option(call),)
-
-
 def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    leaves = {name: leaf.type for name, leaf in graph.leaves.items()}
-    return {name: _static(kind) for name, kind in (leaves | _result_types(graph)).items()}
-
-
-def _result_types(graph: Graph) -> dict[str, TensorType]:
-    """Types of all results: those of an operator with several have the names ``op.0``, ``op.1``, ..."""
-    found: dict[str, TensorType] = {}
+    """Shapes of all values; the results of an operator with several have the names ``op.0``, ``op.1``, ..."""
+    kinds: dict[str, Type] = {name: leaf.type for name, leaf in graph.leaves.items()}
     for op in graph.ops:
-        if isinstance(op.type, ListType):
-            found |= {f"{op.name}.{n}": kind for n, kind in enumerate(op.type.items) if isinstance(kind, TensorType)}
-        elif isinstance(op.type, TensorType):
-            found[op.name] = op.type
-    return found
+        kinds |= _results(op)
+    return {name: static_shape(kind) for name, kind in kinds.items() if isinstance(kind, TensorType)}
 
 
-def _static(kind: TensorType) -> tuple[int, ...]:
+def _results(op: Op) -> dict[str, Type]:
+    if isinstance(op.type, ListType):
+        return {f"{op.name}.{number}": kind for number, kind in enumerate(op.type.items)}
+    return {op.name: op.type}
+
+
+def static_shape(kind: TensorType) -> tuple[int, ...]:
+    """The shape with 0 for what is known at run time only."""
     return tuple(size or 0 for size in kind.shape)
+
+
+def value_names(graph: Graph) -> dict[str, str]:
+    """The name by which each value is known here: what ``getitem`` picks is the result that it picks."""
+    names = {name: name for name in (*graph.leaves, *graph.op_by_name)}
+    for op in graph.ops:
+        if op.target == "python.getitem" and isinstance(op.args[0], Ref):
+            names[op.name] = f"{op.args[0].name}.{op.args[1]}"
+    return names
+
+
+def slots_of(call: Call, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Slots:
+    """The values of a call by the names of `value_names`."""
+    outputs = tuple(name for name, kind in _results(call.op).items() if isinstance(kind, TensorType))
+    return Slots(tuple(names[ref] for _, ref in call.refs), outputs, shapes)
+
+
+# -- items --------------------------------------------------------------------------------------------------------
+
+
+def _add_leaves(build: _Builder, patterns: Patterns) -> None:
+    """Parameters, buffers and constants of these TaskGraphs, each with the ways to store it."""
+    read = {name for op in build.ops for name in op.reads}
+    for leaf in (*build.graph.parameters, *build.graph.buffers, *build.graph.constants):
+        if leaf.name in read:
+            _add_leaf(build, leaf, _ways_to_store(build, patterns, leaf))
+    for name in read - build.place_of.keys() - {op.name for op in build.graph.ops if op.task in build.tasks}:
+        build.add(Item(name, "given", (name,), ("given", name), (Option((), (WHOLE,)),), (0.0,), (0.0,)), [name])
+
+
+def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer | Constant) -> list[Placement]:
+    """A matrix is cut if it can be: that is what ``split`` is asked for. Constants belong to the code, and stay whole."""
+    if leaf.name in build.pins:
+        return [build.pins[leaf.name]]
+    if isinstance(leaf, Constant):
+        return [WHOLE]
+    shards = list(patterns.shards_of(leaf.name, static_shape(leaf.type)))
+    must_cut = isinstance(leaf, Parameter) and len(leaf.type.shape) > 1 and shards
+    return [*([] if must_cut else [WHOLE]), *shards]
+
+
+def _add_leaf(build: _Builder, leaf: Parameter | Buffer | Constant, ways: list[Placement]) -> None:
+    path = leaf.name if isinstance(leaf, Constant) else leaf.path
+    trained = isinstance(leaf, Parameter) and leaf.trainable
+    whole_bytes = leaf.type.size_bytes * (STATES if trained else 1)
+    sizes = tuple(whole_bytes / (1 if way == WHOLE else build.num_ranks) for way in ways)
+    options = tuple(Option((), (way,)) for way in ways)
+    build.add(
+        Item(
+            leaf.name,
+            "stored",
+            (_pattern(path),),
+            ("stored", _pattern(path), options),
+            options,
+            (0.0,) * len(ways),
+            sizes,
+        ),
+        [leaf.name],
+    )
+
+
+def _add_op(build: _Builder, call: Call, slots: Slots, options: Sequence[Option]) -> None:
+    op = call.op
+    backward = op.name in build.graph.needs_grad
+    times = tuple(_time_s(build, call, option, backward=backward) for option in options)
+    place = build.count(op)
+    group = (
+        "op",
+        _pattern(op.module),
+        place,
+        op.target,
+        tuple(options),
+        tuple(build.shapes[name] for name in slots.inputs),
+    )
+    label = (_pattern(op.module), op.target.split(".")[1])
+    index = build.add(Item(op.name, "op", label, group, tuple(options), times, (0.0,) * len(options)), slots.outputs)
+    for place, name in enumerate(slots.inputs):
+        build.uses.setdefault(name, []).append(Use(index, place))
+
+
+def _time_s(build: _Builder, call: Call, option: Option, *, backward: bool) -> float:
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for (argument, ref), placement in zip(call.refs, option.inputs, strict=True):
+        kind = build.graph.type_of(ref)
+        shape = static_shape(kind) if isinstance(kind, TensorType) else ()
+        shapes.setdefault(argument, []).append(_largest(shape, placement, build.num_ranks))
+    outputs = [
+        _largest(static_shape(kind), placement, build.num_ranks)
+        for kind, placement in zip(call.results, option.outputs, strict=True)
+    ]
+    itemsize = call.results[0].dtype.itemsize if call.results else 4
+    return operator_s(work_of(call.op.target, shapes, outputs, itemsize), build.device, backward=backward)
+
+
+def _largest(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
+    """What rank 0 holds, which never has less than the others."""
+    return tuple(size or 0 for size in local_shape(shape, placement, num_ranks, 0))
+
+
+def _pattern(path: str) -> str:
+    """``encoder.layer.7.output`` -> ``encoder.layer.*.output``: blocks that are repeated have one name."""
+    return re.sub(r"\b\d+\b", "*", path)
+
+
+# -- edges --------------------------------------------------------------------------------------------------------
+
+
+def _add_outside(build: _Builder) -> None:
+    """What other TaskGraphs or the step's results take, leaves whole."""
+    inside = {op.name for op in build.ops}
+    taken = [name for op in build.graph.ops if op.task not in build.tasks for name in op.reads]
+    for name in dict.fromkeys([*taken, *build.graph.output_names]):
+        value = build.names[name]
+        if value.partition(".")[0] in inside and value in build.place_of:
+            index = build.add(
+                Item(f"-> {name}", "out", (name,), ("out", name), (Option((WHOLE,), ()),), (0.0,), (0.0,)), []
+            )
+            build.uses.setdefault(value, []).append(Use(index, 0))
+
+
+def _edges(build: _Builder) -> Iterator[Edge]:
+    parameters = {leaf.name for leaf in build.graph.parameters}
+    needs_grad = {build.names[name] for name in build.graph.needs_grad if name in build.names}
+    last_write = _last_writes(build)
+    for value, uses in build.uses.items():
+        maker, result = build.place_of[value]
+        until = last_write.get(build.root_of.get(value, value), -1)
+        fixed = frozenset(use for use in uses if build.order.get(build.items[use.item].name, len(build.order)) <= until)
+        yield Edge(
+            value, maker, result, tuple(uses), build.size_bytes(value), value in needs_grad, value in parameters, fixed
+        )
+
+
+def _last_writes(build: _Builder) -> dict[str, int]:
+    """The place of the last operator that changes each storage."""
+    return {
+        root: max(build.order[op.name] for op in ops if op.name in build.order)
+        for root, ops in build.graph.written.items()
+        if any(op.name in build.order for op in ops)
+    }

@@ -128,7 +128,9 @@ class StageProgram:
         inputs: Places in the batch's tensors of the inputs that it takes.
         takes: Values it receives from other stages, with the rank each comes from.
         gives: Values it sends to other stages, in the order of its results.
-        sends: Where each of them goes; a value may go to several stages.
+        sends: Where each of them goes; a value may go to several stages, and to several ranks of one.
+        gradients_in: Where the gradient of what it gives comes from: a rank of each stage that uses it.
+        gradients_out: Where the gradient of what it takes goes.
         parts: Roles of the step's parts that it makes, in the order of its results, after ``gives``.
         needs_backward: True if a gradient flows through the stage.
     """
@@ -139,6 +141,8 @@ class StageProgram:
     takes: tuple[Transfer, ...]
     gives: tuple[str, ...]
     sends: tuple[Transfer, ...]
+    gradients_in: tuple[Transfer, ...]
+    gradients_out: tuple[Transfer, ...]
     parts: tuple[str, ...]
     needs_backward: bool
 

@@ -10,13 +10,15 @@ an action is posted one action ahead, so that the transfer overlaps with computi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from epl.ir.graph import Graph, Ref
+from epl.cost.devices import device_model
+from epl.ir.graph import Graph, Op, Ref
 from epl.ir.types import ListType
-from epl.planner.make import stage_of_tasks
+from epl.planner.make import is_split, stage_of_tasks
 from epl.planner.plan import Plan
+from epl.planner.split import choose_split
 from epl.program.codegen import StageCode, generate_code
 from epl.program.instructions import (
     Backward,
@@ -31,69 +33,123 @@ from epl.program.instructions import (
     StartReduce,
     Transfer,
 )
+from epl.program.shards import Exchange, LocalForm, ShardedStage, shard_stage
 from epl.schedule import Action, Kind
+from epl.sharding.placements import parse_placement
 
 __all__ = ["LoweredStage", "lower_stage", "lower_step"]
 
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """A rank's stage for one graph: its function's code, and what goes in and out."""
+    """A rank's stage for one graph: its function's code, what goes in and out, and what its ranks do together."""
 
     program: StageProgram
     code: StageCode
+    functions: Mapping[str, Exchange | LocalForm] = field(default_factory=dict)
 
 
 def lower_stage(graph: Graph, plan: Plan, rank: int, *, label: str = "") -> LoweredStage:
     """The function of the stage that ``rank`` runs."""
-    stage, _, _ = plan.place_of(rank)
-    peers = plan.ranks_of_column(plan.column_of(rank))
+    stage, _, position = plan.place_of(rank)
     stage_of = stage_of_tasks(plan.stages)
     ops = tuple(op for op in graph.ops if stage_of[op.task or 0] == stage)
-    made = {op.name for op in ops}
     parts, part_values = _parts(graph, stage_of, stage)
     read = (*(name for op in ops for name in op.reads), *part_values)
-    taken = tuple(dict.fromkeys(name for name in read if name not in made))
+    taken = tuple(dict.fromkeys(name for name in read if name not in {op.name for op in ops}))
     held = tuple(leaf.name for leaf in (*graph.parameters, *graph.buffers, *graph.constants) if leaf.name in set(taken))
     inputs = tuple(place for place, leaf in enumerate(graph.inputs) if leaf.name in taken)
-    takes = _takes(graph, stage_of, stage, peers)
-    sends = _sends(graph, stage_of, stage, peers)
-    gives = tuple(dict.fromkeys(transfer.value for transfer in sends))
-    arguments = (*held, *(graph.inputs[place].name for place in inputs), *(transfer.value for transfer in takes))
-    name = f"stage_{stage}{label}"
-    trainable = any(leaf.trainable for leaf in graph.parameters if leaf.name in taken)
     program = StageProgram(
-        name=name,
+        name=f"stage_{stage}{label}",
         held=held,
         inputs=inputs,
-        takes=takes,
-        gives=gives,
-        sends=sends,
+        takes=_takes(graph, plan, rank),
+        gives=tuple(dict.fromkeys(name for name, source, _ in _crossings(graph, stage_of) if source == stage)),
+        sends=_sends(graph, plan, rank),
+        gradients_in=_gradients_in(graph, plan, rank),
+        gradients_out=_gradients_out(graph, plan, rank),
         parts=parts,
-        needs_backward=trainable or any(transfer.needs_grad for transfer in takes),
+        needs_backward=_needs_backward(graph, stage_of, stage, taken),
     )
-    code = generate_code(name, ops, arguments, (*gives, *part_values))
-    return LoweredStage(program, code)
+    sharded = _shard(graph, plan, stage, ops, position)
+    arguments = (
+        *held,
+        *(graph.inputs[place].name for place in inputs),
+        *(transfer.value for transfer in program.takes),
+    )
+    results = [sharded.names.get(name, name) for name in (*program.gives, *part_values)]
+    return LoweredStage(program, generate_code(program.name, sharded.ops, arguments, tuple(results)), sharded.functions)
 
 
-def _takes(graph: Graph, stage_of: dict[int, int], stage: int, peers: tuple[int, ...]) -> tuple[Transfer, ...]:
+def _shard(graph: Graph, plan: Plan, stage: int, ops: tuple[Op, ...], position: int) -> ShardedStage:
+    """The stage's operators on this rank's shards; as they are unless it is a split stage."""
+    place = plan.stages[stage]
+    if not is_split(place):
+        return ShardedStage(ops, {}, {})
+    stored = {entry.path: entry.placement for entry in plan.parameters if stage in entry.stages}
+    choice = choose_split(
+        graph,
+        frozenset(place.taskgraphs),
+        place.device_count,
+        device_model(plan.device_kind),
+        pins={
+            leaf.name: parse_placement(stored[leaf.path])
+            for leaf in (*graph.parameters, *graph.buffers)
+            if leaf.path in stored
+        },
+        num_micro_batches=plan.num_micro_batches,
+    )
+    return shard_stage(graph, choice, ops, position)
+
+
+def _needs_backward(graph: Graph, stage_of: Mapping[int, int], stage: int, taken: tuple[str, ...]) -> bool:
+    trainable = any(leaf.trainable for leaf in graph.parameters if leaf.name in taken)
+    crossing = (name for name, _, target in _crossings(graph, stage_of) if target == stage)
+    return trainable or any(name in graph.needs_grad for name in crossing)
+
+
+def _takes(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
     """What other stages send here, by sender and order of making: the order in which the senders send."""
+    stage, _, _ = plan.place_of(rank)
     return tuple(
-        _transfer(graph, edge_name, source, peers)
-        for edge_name, source, target in _crossings(graph, stage_of)
+        _transfer(graph, name, source, plan.source(rank, source))
+        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
         if target == stage
     )
 
 
-def _sends(graph: Graph, stage_of: dict[int, int], stage: int, peers: tuple[int, ...]) -> tuple[Transfer, ...]:
+def _sends(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
+    stage, _, _ = plan.place_of(rank)
     return tuple(
-        _transfer(graph, edge_name, target, peers)
-        for edge_name, source, target in _crossings(graph, stage_of)
+        _transfer(graph, name, target, peer)
+        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
         if source == stage
+        for peer in plan.peers(rank, target)
     )
 
 
-def _crossings(graph: Graph, stage_of: dict[int, int]) -> list[tuple[str, int, int]]:
+def _gradients_in(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
+    """The gradients of what this stage has given: one from each stage that uses it."""
+    stage, _, _ = plan.place_of(rank)
+    return tuple(
+        _transfer(graph, name, target, plan.source(rank, target))
+        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
+        if source == stage and name in graph.needs_grad
+    )
+
+
+def _gradients_out(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
+    """The gradients of what this stage has taken, to all that gave it."""
+    stage, _, _ = plan.place_of(rank)
+    return tuple(
+        _transfer(graph, name, source, peer)
+        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
+        if target == stage and name in graph.needs_grad
+        for peer in plan.peers(rank, source)
+    )
+
+
+def _crossings(graph: Graph, stage_of: Mapping[int, int]) -> list[tuple[str, int, int]]:
     found = dict.fromkeys(
         (edge.name, stage_of[edge.source], stage_of[edge.target])
         for edge in graph.edges
@@ -102,10 +158,10 @@ def _crossings(graph: Graph, stage_of: dict[int, int]) -> list[tuple[str, int, i
     return list(found)
 
 
-def _transfer(graph: Graph, name: str, stage: int, peers: tuple[int, ...]) -> Transfer:
+def _transfer(graph: Graph, name: str, stage: int, peer: int) -> Transfer:
     kind = graph.type_of(name)
     assert not isinstance(kind, ListType), f"{name} is a list; getitem stays with its maker"
-    return Transfer(name, peers[stage], stage, kind, name in graph.needs_grad)
+    return Transfer(name, peer, stage, kind, name in graph.needs_grad)
 
 
 def _parts(graph: Graph, stage_of: dict[int, int], stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -170,17 +226,11 @@ def _has_work(action: Action, stage: StageProgram) -> bool:
 
 def _receive(action: Action, stages: Sequence[StageProgram]) -> list[Instruction]:
     stage = stages[action.micro_batch]
-    if action.kind is Kind.FORWARD:
-        transfers = stage.takes
-    else:
-        transfers = tuple(transfer for transfer in stage.sends if transfer.needs_grad)
+    transfers = stage.takes if action.kind is Kind.FORWARD else stage.gradients_in
     return [PostReceive(action, transfers)] if transfers else []
 
 
 def _send(action: Action, stages: Sequence[StageProgram]) -> list[Instruction]:
     stage = stages[action.micro_batch]
-    if action.kind is Kind.FORWARD:
-        transfers = stage.sends
-    else:
-        transfers = tuple(transfer for transfer in stage.takes if transfer.needs_grad)
+    transfers = stage.sends if action.kind is Kind.FORWARD else stage.gradients_out
     return [Send(action, transfers)] if transfers else []

@@ -30,6 +30,7 @@ from epl.program.guards import GuardCode, guard_of
 from epl.program.lower import lower_stage
 from epl.runtime.agree import digest
 from epl.runtime.executor import BoundStage
+from epl.sharding.collectives import Collectives
 
 __all__ = ["Catalog", "Variant"]
 
@@ -122,8 +123,8 @@ class Catalog:
 
         return holds
 
-    def bind(self, variant: Variant, plan: Plan, rank: int) -> BoundStage:
-        """The stage that ``rank`` makes of a graph, compiled."""
+    def bind(self, variant: Variant, plan: Plan, rank: int, collectives: Collectives) -> BoundStage:
+        """The stage that ``rank`` makes of a graph, compiled; ``collectives`` are those of its stage's devices."""
         if variant.bound is None:
             graph = apply_passes(variant.graph, plan)
             self._check_held(graph, plan, rank)
@@ -133,7 +134,10 @@ class Catalog:
             variant.bound = BoundStage(
                 lowered.program,
                 lowered.code,
-                lowered.code.compile(variant.captured.functions),
+                lowered.code.compile(
+                    variant.captured.functions
+                    | {target: function.bind(collectives) for target, function in lowered.functions.items()}
+                ),
                 self._held(variant.captured, lowered.program.held),
             )
         return variant.bound

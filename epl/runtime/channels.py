@@ -10,6 +10,7 @@ A value whose shape is not known to the plan travels behind a header of int64 si
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,14 +51,9 @@ class Channels:
             self._make_groups(plan)
 
     def _make_groups(self, plan: Plan) -> None:
-        for source, target in sorted({(edge.source, edge.target) for edge in plan.edges}):
-            for column in range(plan.num_columns):
-                ranks = plan.ranks_of_column(column)
-                for backward in (False, True):
-                    first, last = (target, source) if backward else (source, target)
-                    pair = (ranks[first], ranks[last])
-                    group = self._world.group(pair, f"{'backward' if backward else 'forward'} {pair}")
-                    self._groups[(*pair, backward)] = group
+        for pair, backward in _pairs(plan):
+            group = self._world.group(pair, f"{'backward' if backward else 'forward'} {pair}")
+            self._groups[(*pair, backward)] = group
 
     def _handle(self, source: int, target: int, backward: bool) -> Any:
         if not self._by_pair:
@@ -155,6 +151,15 @@ class Channels:
                 f"{what} to be taken by rank {transfer.peer} (stage {transfer.stage})", (transfer.peer,)
             ):
                 self._wait_for(work)
+
+
+def _pairs(plan: Plan) -> Iterator[tuple[tuple[int, int], bool]]:
+    """(sender, receiver) of every pair of ranks that talk, and whether they do in backward; alike on all ranks."""
+    for source, target in sorted({(edge.source, edge.target) for edge in plan.edges}):
+        for backward in (False, True):
+            first, last = (target, source) if backward else (source, target)
+            for rank in (rank for ranks in plan.stages[first].ranks for rank in ranks):
+                yield from (((rank, peer), backward) for peer in plan.peers(rank, last))
 
 
 def _is_dynamic(transfer: Transfer) -> bool:

@@ -1,14 +1,15 @@
 """The global gradient norm, each parameter counted once, and clipping by it as torch.nn.utils.clip_grad_norm_ does.
 
-Ranks exchange one number for each parameter, not one for each rank: so every kind of norm, and its rounding, is that of
-one process.
+Ranks exchange one number for each parameter, or for each part of one that is cut, not one for each rank: so every kind of
+norm, and its rounding, is that of one process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
+from itertools import repeat
 
 import torch
 import torch.nn as nn
@@ -23,28 +24,30 @@ __all__ = ["clip_grad_norm", "global_norm"]
 def global_norm(world: World, model: nn.Module, plan: Plan, norm_type: float) -> torch.Tensor:
     """The norm of all gradients; a tied parameter counts once, and so does one that several replicas hold."""
     parameters = dict(model.named_parameters())
-    norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # each parameter's norm, and 1 where it has one
-    counted = _counted(parameters, plan, world.rank)
-    if counted:
-        each = [_norm_of(gradient, norm_type).double() for gradient in counted.values()]
-        norms[0, list(counted)] = torch.stack(each).cpu()
-        norms[1, list(counted)] = 1.0
+    pieces = max(stage.device_count for stage in plan.stages)
+    norms = torch.zeros(2, len(parameters), pieces, dtype=torch.float64)  # of each part, and 1 where there is one
+    for place, piece, gradient in _counted(parameters, plan, world.rank):
+        norms[:, place, piece] = torch.stack([_norm_of(gradient, norm_type).double().cpu(), torch.ones(())])
     world.sum_numbers(norms)
-    found = norms[0][norms[1] > 0].to(world.device, _common_dtype(model))
+    is_cut = pieces > 1 and bool(parameters)
+    whole = torch.stack(list(map(_joined, *norms, repeat(norm_type)))) if is_cut else norms[0].flatten()
+    found = whole[norms[1].sum(-1) > 0].to(world.device, _common_dtype(model))
     return torch.linalg.vector_norm(found, norm_type) if found.numel() else found.sum()
 
 
-def _counted(parameters: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> dict[int, torch.Tensor]:
-    """Place -> gradient of the parameters that count on this rank: those of which its stage is the owner."""
-    stage, _, _ = plan.place_of(rank)
-    owned = {entry.path for entry in plan.parameters if entry.kind == "parameter" and entry.owner == stage}
-    if plan.column_of(rank) != 0:
-        return {}
-    return {
-        place: parameter.grad
-        for place, (path, parameter) in enumerate(parameters.items())
-        if path in owned and parameter.grad is not None
-    }
+def _joined(norms: torch.Tensor, there: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of a gradient from those of its parts."""
+    parts = norms[there > 0]
+    return parts.sum() if len(parts) < 2 else torch.linalg.vector_norm(parts, norm_type)
+
+
+def _counted(parameters: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(place of the parameter, part of it, gradient) of what counts on this rank: what it is an owner of."""
+    entries = {entry.path: entry for entry in plan.parameters}
+    for place, (path, parameter) in enumerate(parameters.items()):
+        owners = plan.owners(entries[path])
+        if rank in owners and parameter.grad is not None:
+            yield place, owners.index(rank), parameter.grad
 
 
 def _norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:

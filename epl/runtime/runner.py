@@ -19,12 +19,14 @@ from epl.batch import Flat, batch_size_of, cut, flatten, take
 from epl.config import Config
 from epl.errors import RunError, bulleted
 from epl.ir.graph import Graph
+from epl.planner.make import is_split
 from epl.planner.plan import Plan
 from epl.program.instructions import Program, StageProgram
 from epl.program.lower import lower_step
 from epl.runtime.agree import StepNumbers, agree_on_step, content_of, digest
 from epl.runtime.catalog import Catalog, Variant
 from epl.runtime.channels import Channels
+from epl.runtime.collectives import GroupCollectives
 from epl.runtime.executor import BoundStage, Executor, MicroBatch
 from epl.runtime.probe import ScaleProbe
 from epl.runtime.reducer import ReduceGroup, Reducer
@@ -32,6 +34,7 @@ from epl.runtime.results import PartResult, kind_of_part, seed_of
 from epl.runtime.rng import generator_kept, reseeder
 from epl.runtime.world import Group, World
 from epl.schedule import forward_only, generate
+from epl.sharding.collectives import Collectives, LonelyRank
 
 __all__ = ["Ran", "Runner"]
 
@@ -66,6 +69,7 @@ class Runner:
         self._config, self._catalog = config, catalog
         self.stage, self.replica, self._position = plan.place_of(world.rank)
         self.groups = self._make_groups()
+        self._collectives = self._make_collectives()
         self._channels = Channels(world, plan)
         self.probe = ScaleProbe(world, plan.num_stages)
         self._parameters = dict(model.named_parameters())
@@ -78,11 +82,20 @@ class Runner:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def _make_groups(self) -> dict[tuple[int, ...], Group]:
-        """A group for each set of stages that shares parameters; the same ones, in the same order, on all ranks."""
-        sets = {entry.stages for entry in self.plan.parameters if entry.stages}
-        sets |= {(stage.index,) for stage in self.plan.stages}
-        ordered = sorted(sets, key=lambda stages: (len(stages), stages))
-        return {stages: self.world.group(self.plan.ranks_of_stages(stages)) for stages in ordered}
+        """A group for each set of ranks that hold the same; the same ones, in the same order, on all ranks."""
+        sets = {ranks for entry in self.plan.parameters if entry.stages for ranks in self.plan.holders(entry)}
+        sets |= {self.plan.twins(rank) for rank in range(self.plan.world_size)}
+        return {ranks: self.world.group(ranks) for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks))}
+
+    def _make_collectives(self) -> Collectives:
+        """What the devices of this stage do together, if they share out its weights."""
+        mine: Collectives = LonelyRank()
+        for stage in filter(is_split, self.plan.stages):
+            for ranks in stage.ranks:
+                group = self.world.group(ranks, "split")
+                if self.world.rank in ranks:
+                    mine = GroupCollectives(self.world, group, self._position)
+        return mine
 
     def _reduce(self, trainable: frozenset[str]) -> None:
         """Reduce the gradients of these parameters from here on: users freeze and thaw parameters between steps."""
@@ -95,14 +108,17 @@ class Runner:
         return frozenset([name for name, parameter in self._parameters.items() if parameter.requires_grad])
 
     def _reduce_groups(self) -> list[ReduceGroup]:
+        """What is summed over which ranks; every rank of the world goes through all of it, in the same order."""
         sparse = frozenset() if self.plan.sparse_as_dense else _sparse_parameters(self.model)
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for entry in self.plan.parameters:
+            for ranks in self.plan.holders(entry) if entry.path in self._trainable and entry.stages else ():
+                by_ranks.setdefault(ranks, []).append(entry.path)
         found: list[ReduceGroup] = []
-        for stages, group in self.groups.items():
-            names = tuple(
-                entry.path for entry in self.plan.parameters if entry.path in self._trainable and entry.stages == stages
-            )
-            communicators = self._communicators(group) if group.size > 1 and names else (group,)
-            if self.stage in stages and group.size > 1 and names:
+        for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
+            group, names = self.groups[ranks], tuple(by_ranks[ranks])
+            communicators = self._communicators(group) if group.size > 1 else (group,)
+            if self.world.rank in ranks and group.size > 1:
                 found.append(ReduceGroup(communicators, names, tuple(self._parameters[name] for name in names), sparse))
         return found
 
@@ -203,12 +219,13 @@ class Runner:
         key = self._catalog.model_key()
         parts: list[_Part] = []
         for start, stop in cut(size, self.plan.num_micro_batches):
-            shares = cut(stop - start, self.plan.stages[0].device_count)
-            if self._position < len(shares):
-                first, last = (start + place for place in shares[self._position])
+            shares = cut(stop - start, self.plan.num_shares)
+            mine = self._position % self.plan.num_shares
+            if mine < len(shares):
+                first, last = (start + place for place in shares[mine])
                 piece = flat._replace(tensors=take(flat.tensors, size, (first, last)))
                 variant = self._catalog.find(kind, key, piece)
-                self._catalog.bind(variant, self.plan, self.world.rank)
+                self.bound(variant)
                 parts.append(_Part(piece, variant, first, last - first))
         return parts
 
@@ -240,14 +257,20 @@ class Runner:
             PartResult(
                 part.num_samples,
                 before + part.start,
-                {**(_plain_parts(part.variant.graph) if self.stage == 0 else {}), **micro_batch.parts},
+                self._reported(part.variant.graph, micro_batch.parts),
             )
             for part, micro_batch in zip(parts, micro_batches, strict=True)
         )
 
+    def _reported(self, graph: Graph, parts: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has to say: of the ranks of a split stage, which all have the same, the first speaks."""
+        if self.world.rank not in self.plan.ranks_of_column(self.plan.column_of(self.world.rank)):
+            return {}
+        return {**(_plain_parts(graph) if self.stage == 0 else {}), **parts}
+
     def bound(self, variant: Variant) -> BoundStage:
         """This rank's stage of a graph."""
-        return self._catalog.bind(variant, self.plan, self.world.rank)
+        return self._catalog.bind(variant, self.plan, self.world.rank, self._collectives)
 
     @property
     def changes_buffers(self) -> bool:

@@ -6,6 +6,7 @@ right and a use by mistake shows at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.agree import all_succeed, content_of
 from epl.runtime.world import Group, World
+from epl.sharding.placements import join_shards, local_shape, parse_placement, take_shard
 
 __all__ = [
     "add_gradients",
@@ -119,42 +121,50 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def release(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Give up the memory of what this rank's stage does not use."""
-    stage, _, _ = plan.place_of(rank)
+    """Give up the memory of what this rank does not use: all of a tensor, or all but its part."""
     tensors = tensors_by_path(model)
     for entry in plan.parameters:
-        if not is_held(entry, stage):
-            tensor = tensors[entry.path]
+        tensor = tensors[entry.path]
+        if not is_held(entry, plan.place_of(rank)[0]):
             fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
             tensor.data = torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        elif entry.placement != "R":
+            tensor.data = _own_part(entry, plan, rank, tensor.detach()).clone(memory_format=torch.contiguous_format)
+
+
+def _own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a tensor that is cut over the devices of its stage."""
+    stage, replica, position = plan.place_of(rank)
+    num_ranks = len(plan.stages[stage].ranks[replica])
+    return take_shard(whole, parse_placement(entry.placement), num_ranks, position)
 
 
 @contextmanager
 def whole_shapes(model: nn.Module, plan: Plan, rank: int) -> Iterator[None]:
-    """Released tensors with memory of their own for a while, so that the model can be captured again.
+    """Tensors that are released or cut with memory of their whole shape for a while, so that the model can be captured.
 
     A capture looks at shapes and strides, not at values; on the CPU the memory is never touched, so it costs nothing.
     """
     stage, _, _ = plan.place_of(rank)
     tensors = tensors_by_path(model)
-    released = [tensors[entry.path] for entry in plan.parameters if not is_held(entry, stage)]
-    data = [tensor.data for tensor in released]
-    for tensor in released:
-        tensor.data = _untouched(tensor)
+    changed = [entry for entry in plan.parameters if not is_held(entry, stage) or entry.placement != "R"]
+    data = [tensors[entry.path].data for entry in changed]
+    for entry in changed:
+        tensors[entry.path].data = _untouched(tensors[entry.path], entry.shape)
     try:
         yield
     finally:
-        for tensor, before in zip(released, data, strict=True):
-            tensor.data = before
+        for entry, before in zip(changed, data, strict=True):
+            tensors[entry.path].data = before
 
 
-def _untouched(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    count = max(1, tensor.numel() * tensor.element_size())
+def _untouched(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    size_bytes = math.prod(shape) * like.element_size()
     # numpy's zeros are pages that the system gives on first touch, torch's are written at once
-    memory = torch.from_numpy(np.zeros(count, dtype=np.uint8))
-    return memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+    memory = torch.from_numpy(np.zeros(max(1, size_bytes), dtype=np.uint8))
+    return memory[:size_bytes].view(like.dtype).view(shape)
 
 
 def is_held(entry: ParameterPlan, stage: int) -> bool:
@@ -168,11 +178,12 @@ def align_buffers(world: World, model: nn.Module, plan: Plan, groups: Mapping[tu
         return
     stage, _, _ = plan.place_of(world.rank)
     tensors = tensors_by_path(model)
-    group = groups[(stage,)]
+    ranks = plan.twins(world.rank)
+    first = next(rank for rank in ranks if plan.place_of(rank)[1] == 0)
     with world.waiting(f"the buffers of stage {stage}"):
         for entry in plan.parameters:
             if entry.kind == "buffer" and is_held(entry, stage):
-                dist.broadcast(tensors[entry.path].data, src=plan.ranks_of_column(0)[stage], group=group.handle)
+                dist.broadcast(tensors[entry.path].data, src=first, group=groups[ranks].handle)
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
@@ -207,29 +218,41 @@ def gather_state(
 ) -> dict[str, torch.Tensor | None]:
     """Every tensor whole, on every rank, under its first name; with ``gradients`` the parameters' gradients."""
     tensors = tensors_by_path(model)
-    owners = plan.ranks_of_column(0)
     found: dict[str, torch.Tensor | None] = {}
     with torch.no_grad(), world.waiting("the whole model's tensors"):
         for entry in plan.parameters:
             if entry.kind == "buffer" and gradients:
                 continue
             tensor = tensors[entry.path].grad if gradients else tensors[entry.path].detach()
-            found[entry.path] = _from_owner(world, owners[entry.owner], tensor, tensors[entry.path])
+            found[entry.path] = _joined(world, plan, entry, tensor, tensors[entry.path])
     return found
 
 
-def _from_owner(world: World, owner: int, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+def _joined(
+    world: World, plan: Plan, entry: ParameterPlan, tensor: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """The whole of what the owners have."""
+    placement, owners = parse_placement(entry.placement), plan.owners(entry)
+    parts: list[torch.Tensor] = []
+    for position, owner in enumerate(owners):
+        shape = local_shape(entry.shape, placement, len(owners), position)
+        part = _from_owner(world, owner, tensor, like.new_empty(tuple(size or 0 for size in shape)))
+        if part is None:
+            return None
+        parts.append(part)
+    return join_shards(parts, placement)
+
+
+def _from_owner(world: World, owner: int, tensor: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor | None:
     if world.size == 1:
         return None if tensor is None else _dense(tensor).clone()
-    present = torch.tensor([tensor is not None], device=like.device, dtype=torch.uint8)
+    present = torch.tensor([tensor is not None], device=room.device, dtype=torch.uint8)
     dist.broadcast(present, src=owner)
     if not present.item():
         return None
-    whole = (
-        _dense(tensor).clone() if world.rank == owner and tensor is not None else torch.empty_like(like).contiguous()
-    )
-    dist.broadcast(whole, src=owner)
-    return whole
+    part = _dense(tensor).clone() if world.rank == owner and tensor is not None else room
+    dist.broadcast(part, src=owner)
+    return part
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,22 +265,22 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]
     Raises:
         RunError: names are missing or unknown, or shapes differ.
     """
-    stage, _, _ = plan.place_of(rank)
     tensors, first = tensors_by_path(model), first_names(model)
+    entries = {entry.path: entry for entry in plan.parameters}
     wanted = set(model.state_dict())
     faults = [f"{name} is missing" for name in sorted(wanted - set(state))]
     faults += [f"{name} is not in the model" for name in sorted(set(state) - wanted)]
     faults += [
-        f"{name} has shape {tuple(value.shape)}; the model has {tuple(tensors[first[name]].shape)}"
+        f"{name} has shape {tuple(value.shape)}; the model has {entries[first[name]].shape}"
         for name, value in state.items()
-        if name in wanted and name in first and value.shape != tensors[first[name]].shape
+        if name in wanted and name in first and tuple(value.shape) != entries[first[name]].shape
     ]
     if faults:
         raise RunError(bulleted("the state dict does not fit the model:", faults))
-    held = {entry.path for entry in plan.parameters if is_held(entry, stage)}
+    held = {entry.path for entry in plan.parameters if is_held(entry, plan.place_of(rank)[0])}
     with torch.no_grad():
         for name in wanted:
             if name not in first:  # what a module adds to its state besides tensors
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
             elif first[name] in held:
-                tensors[first[name]].copy_(state[name])
+                tensors[first[name]].copy_(_own_part(entries[first[name]], plan, rank, state[name]))

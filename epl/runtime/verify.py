@@ -182,7 +182,7 @@ def _parts(batches: Sequence[Flat], plan: Plan) -> Iterator[_Part]:
     for batch in batches:
         size = batch_size_of(batch.tensors)
         for start, stop in cut(size, plan.num_micro_batches):
-            for first, last in cut(stop - start, plan.stages[0].device_count):
+            for first, last in cut(stop - start, plan.num_shares):
                 piece = (start + first, start + last)
                 yield _Part(batch._replace(tensors=take(batch.tensors, size, piece)), before + piece[0], last - first)
         before += size
@@ -201,9 +201,11 @@ def stale_weights(world: World, model: nn.Module, plan: Plan) -> tuple[Differenc
     found: list[Difference] = []
     for entry in plan.parameters:
         numbers = {rank: numbers[entry.path] for rank, numbers in enumerate(everyone) if entry.path in numbers}
-        owner = plan.ranks_of_column(0)[entry.owner]
-        others = [rank for rank, number in numbers.items() if number != numbers[owner]]
-        if others:
+        for ranks in plan.alike(entry):
+            owner = ranks[0]
+            others = [rank for rank in ranks if numbers[rank] != numbers[owner]]
+            if not others:
+                continue
             values = world.gather(mine.get(entry.path))
             first = _tensor(entry.path, values[owner], values[others[0]], 0.0, entry.stages)
             note = f"the weight itself is another on ranks {others} than on rank {owner}"
@@ -299,7 +301,7 @@ def small_part(batch: Any, plan: Plan) -> Any:
     """The first samples of a batch: two for each micro-batch and device, enough to compare and quick."""
     flat = flatten(batch)
     size = batch_size_of(flat.tensors)
-    wanted = min(size, 2 * plan.num_micro_batches * plan.stages[0].device_count)
+    wanted = min(size, 2 * plan.num_micro_batches * plan.num_shares)
     return flat.structure.unflatten(take(flat.tensors, size, (0, wanted)))
 
 

@@ -202,6 +202,6 @@ def _by_name(op: Op) -> dict[str, Argument]:
         return {str(place): argument for place, argument in enumerate(op.args)} | dict(op.kwargs)
     packet, overload = name.split(".")
     schema = getattr(getattr(getattr(torch.ops, space), packet), overload)._schema
-    names = [argument.name for argument in schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    return {**defaults, **dict(zip(names, op.args, strict=False)), **dict(op.kwargs)}
+    known = {argument.name: argument.default_value for argument in schema.arguments}
+    given = {**dict(zip(known, op.args, strict=False)), **dict(op.kwargs)}
+    return {name: given.get(name, default) for name, default in known.items()}  # in the order of the schema

@@ -24,6 +24,7 @@ class Job:
         case: Name in the zoo.
         world: Ranks.
         num_stages: Stages of the cut; 1 for no annotation at all.
+        split: Devices that share out the weights of each stage; 1 for none.
         micro_batches: Of each replica.
         schedule: Name of the schedule.
         size: Samples of the global batch.
@@ -36,6 +37,7 @@ class Job:
     case: str
     world: int
     num_stages: int = 1
+    split: int = 1
     micro_batches: int = 1
     schedule: str = "PreferBackward"
     size: int = 8
@@ -46,7 +48,7 @@ class Job:
 
     @property
     def num_replicas(self) -> int:
-        return max(1, self.world // self.num_stages)
+        return max(1, self.world // (self.num_stages * self.split))
 
     def batches(self) -> list[Batch]:
         case = CASES[self.case]
@@ -70,8 +72,11 @@ def share_of(batch: Any, replica: int, num_replicas: int) -> Any:
 def build(job: Job) -> nn.Module:
     """The case's model with its cut applied; every rank has another seed beside rank 0's weights."""
     model = CASES[job.case].build(job.dtype)
+    kind = epl.split if job.split > 1 else epl.replicate
     if job.num_stages > 1:
-        annotate(model, CASES[job.case].stages[job.num_stages])
+        annotate(model, CASES[job.case].stages[job.num_stages], [job.split] * job.num_stages, kind)
+    elif job.split > 1:
+        epl.split(job.split)(model)
     return model
 
 

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from epl.sharding.options import Call, Option, Rule, is_possible, whole_option
+from epl.sharding.rules import (
+    attention,
+    convolution,
+    factories,
+    indexing,
+    losses,
+    matmul,
+    normalisation,
+    ordering,
+    pointwise,
+    random,
+    recurrent,
+    reductions,
+    views,
+)
 
 __all__ = ["RULES", "options_of"]
 
-RULES: dict[str, Rule] = {}
+_FAMILIES = (
+    pointwise,
+    reductions,
+    matmul,
+    views,
+    indexing,
+    attention,
+    normalisation,
+    convolution,
+    losses,
+    factories,
+    random,
+    ordering,
+    recurrent,
+)
+
+RULES: dict[str, Rule] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}
+assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "an operator has rules in two families"
 
 
 def options_of(call: Call) -> tuple[Option, ...]:

@@ -1,0 +1,85 @@
+"""Choose placements for the TaskGraphs of a ``split`` stage.
+
+The choice is made anew for each graph of a model (another sequence length, evaluation), with the placements of the weights
+as the plan has them: where a weight lives is decided once, how a batch flows past it depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from epl.cost.devices import DeviceModel
+from epl.ir.graph import Graph
+from epl.planner.split_problem import Edge, Problem, split_problem
+from epl.planner.split_solve import Solution, conversion_of, solve
+from epl.sharding.conversions import Conversion, Move
+from epl.sharding.options import WHOLE, Option
+from epl.sharding.placements import Partial, Placement
+
+__all__ = ["SplitChoice", "choose_split"]
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """What was chosen for one stage and one graph.
+
+    Args:
+        problem: What there was to choose from.
+        solution: What was chosen.
+    """
+
+    problem: Problem
+    solution: Solution
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """How each operator runs, and how each leaf is stored, by name."""
+        return {item.name: option for item, option in zip(self.problem.items, self.solution.options, strict=True)}
+
+    @property
+    def stored(self) -> dict[str, Placement]:
+        """How each parameter, buffer and constant is stored, by name."""
+        return {
+            item.name: option.outputs[0]
+            for item, option in zip(self.problem.items, self.solution.options, strict=True)
+            if item.kind == "stored"
+        }
+
+    def conversions(self, edge: Edge) -> list[Conversion]:
+        """What stands before each use of a value, in the order of ``edge.uses``."""
+        made = self.solution.options[edge.maker].outputs[edge.result]
+        found = [conversion_of(edge, made, use, self.solution.options[use.item]) for use in edge.uses]
+        assert all(conversion is not None for conversion in found), f"{edge.value} cannot be used as chosen"
+        return [conversion for conversion in found if conversion is not None]
+
+    def sums_later(self, edge: Edge) -> bool:
+        """True for a whole weight of whose gradient each rank has a summand, whatever uses it: summed once a step."""
+        summand = Conversion(Move(WHOLE, WHOLE), Move(Partial(), WHOLE))
+        return edge.is_weight and edge.needs_grad and all(each == summand for each in self.conversions(edge))
+
+
+def choose_split(
+    graph: Graph,
+    tasks: frozenset[int],
+    num_ranks: int,
+    device: DeviceModel,
+    *,
+    pins: Mapping[str, Placement] | None = None,
+    num_micro_batches: int = 1,
+) -> SplitChoice:
+    """The best placements for some TaskGraphs on the same devices.
+
+    Args:
+        graph: A graph whose operators are in TaskGraphs.
+        tasks: The TaskGraphs.
+        num_ranks: Devices that share them.
+        device: What they are.
+        pins: Placements of parameters and buffers that are given, by name in the graph.
+        num_micro_batches: In a step.
+
+    Raises:
+        PlanError: the weights do not fit; says by how much.
+    """
+    problem = split_problem(graph, tasks, num_ranks, device, pins)
+    return SplitChoice(problem, solve(problem, memory_bytes=device.memory_bytes, num_micro_batches=num_micro_batches))

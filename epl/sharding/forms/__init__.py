@@ -1,0 +1,22 @@
+"""Local implementations: operators that need more than themselves to run on shards.
+
+A form is called as ``form(ranks, cut, **arguments)`` with the operator's arguments under the names of its schema, tensors
+as this rank holds them, and gives what this rank holds of the result (a tuple of several). Autograd runs through it; where
+it talks to other ranks, it brings its own backward.
+"""
+
+from __future__ import annotations
+
+from epl.sharding.forms import attention, indexing, losses, normalisation, ordering, random
+from epl.sharding.forms.base import Cut, Form
+
+__all__ = ["FORMS", "Cut", "Form"]
+
+FORMS: dict[str, Form] = {
+    **attention.FORMS,
+    **indexing.FORMS,
+    **losses.FORMS,
+    **normalisation.FORMS,
+    **ordering.FORMS,
+    **random.FORMS,
+}

@@ -1,0 +1,39 @@
+"""Models of the zoo under operator split compute what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.training import Job, check_parity
+
+NAMES = ["mlp", "bert", "gpt2", "llama", "t5", "mixtral", "vit", "resnet", "unet", "tied"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_split_over_two_ranks_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=2, split=2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_split_over_three_ranks_equals_one_process(name: str) -> None:
+    """Few sizes divide by three: vocabularies, heads, features are cut unevenly."""
+    check_parity(Job(name, world=3, split=3, size=7))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_split_over_four_ranks_with_micro_batches_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, split=4, micro_batches=2))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_split_inside_data_parallelism_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, split=2, micro_batches=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "t5"])
+def test_split_inside_a_pipeline_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, num_stages=2, split=2, micro_batches=2))
+
+
+def test_split_and_pipeline_and_data_parallelism_equal_one_process() -> None:
+    check_parity(Job("bert", world=8, num_stages=2, split=2, micro_batches=2))
