@@ -172,8 +172,13 @@ def replicate(device_count: int = 1, name: str | None = None, device: str | None
 def split(device_count: int = 1, name: str | None = None, device: str | None = None) -> Strategy:
     """A TaskGraph of ``device_count`` devices, whose weights are shared out over them.
 
-    Arguments and errors are those of `replicate`. ``split`` over more than one device is not yet available: planning
-    a model with it raises a PlanError.
+    Arguments and errors are those of `replicate`. All devices get the same batch. Which dimension of which weight is cut,
+    and what is communicated, is found by a search (``docs/concepts.md``); the plan shows it.
+
+    Source: Whale (Jia et al. 2022) for the annotation; GSPMD and Alpa for placements and their choice.
+
+    Example:
+        >>> head = split(device_count=2)(nn.Linear(8, 100))
     """
     return _make("split", device_count, name, device)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
 from epl.cost.devices import device_model
+from epl.errors import StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan
@@ -29,9 +30,15 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
 
     Raises:
         ClusterError: the devices do not divide by the TaskGraphs' device counts; gives the numbers.
-        PlanError: the plan would need what is not yet available.
+        PlanError: the plan would need what is not yet available, or does not fit the devices.
+        StrategyError: ``split`` of a model that runs without a graph.
     """
     stages = _stages(graph, cluster, config)
+    if is_opaque and any(map(is_split, stages)):
+        raise StrategyError(
+            f"{next(spec for spec in graph.tasks if spec.kind == 'split')} needs the model as a graph, and it cannot be "
+            "captured as one: the warning above says why. Mend that, or use replicate."
+        )
     stage_of = stage_of_tasks(stages)
     num_micro_batches = config.pipeline.num_micro_batch
     schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from epl.cost.communication import bytes_sent
 from epl.planner.plan import SplitPlan
@@ -48,20 +49,20 @@ def _option_text(option: Option) -> str:
 
 
 def _communication(choice: SplitChoice) -> tuple[str, ...]:
-    lines: Counter[tuple[str, str, int, float]] = Counter()
-    for edge in choice.problem.edges:
-        maker = _where(choice.problem.items[edge.maker])
-        if choice.sums_later(edge):
-            lines["all_reduce of the gradient, once a step", maker, edge.size_bytes, 0.0] += 1
-            continue
-        for conversion in dict.fromkeys(choice.conversions(edge)):
-            for move, of in ((conversion.value, ""), (conversion.gradient, " of the gradient")):
-                if sent := bytes_sent(move.kind, edge.size_bytes, choice.problem.num_ranks):
-                    lines[f"{move.kind}{of} ({_arrow(move)})", maker, edge.size_bytes, sent] += 1
-    return tuple(
-        f"{count} x {kind} of {maker}, {size_bytes:,} B whole" + (f", {sent:,.0f} B sent each" if sent else "")
-        for (kind, maker, size_bytes, sent), count in lines.items()
-    )
+    """What travels, like things together, in the order of the graph."""
+    lines = Counter(line for edge in choice.problem.edges for line in _travels(choice, edge))
+    return tuple(f"{count} x {line}" for line, count in lines.items())
+
+
+def _travels(choice: SplitChoice, edge: Edge) -> Iterator[str]:
+    maker = f"{_where(choice.problem.items[edge.maker])}, {edge.size_bytes:,} B"
+    if choice.sums_later(edge):
+        yield f"all_reduce of the gradient of {maker}, once a step"
+        return
+    for conversion in dict.fromkeys(choice.conversions(edge)):
+        for move, of in ((conversion.value, ""), (conversion.gradient, "the gradient of ")):
+            if sent := bytes_sent(move.kind, edge.size_bytes, choice.problem.num_ranks):
+                yield f"{move.kind} of {of}{maker} ({_arrow(move)}): {sent:,.0f} B sent by each rank"
 
 
 def _arrow(move: Move) -> str:

@@ -67,10 +67,15 @@ def test_devices_that_do_not_divide_are_refused_with_the_numbers() -> None:
 
 
 def test_what_is_not_yet_available_is_refused_and_says_so() -> None:
-    with pytest.raises(PlanError, match="different device counts in one pipeline are not yet available"):
+    with pytest.raises(PlanError, match=r"have \[1, 2\] devices; .* replicate\(2\) .* is not yet available"):
         _plan("1x3", (1, 2))
-    with pytest.raises(PlanError, match="split over more than one device is not yet available"):
-        make_plan(_graph((2,), "split"), Cluster.from_spec("1x2"), epl.Config())
+
+
+def test_split_needs_a_graph() -> None:
+    graph = _graph((2,), "split")
+    with pytest.raises(StrategyError, match=r"split\(2, .* needs the model as a graph"):
+        make_plan(graph, Cluster.from_spec("1x2"), epl.Config(), is_opaque=True)
+    assert make_plan(graph, Cluster.from_spec("1x2"), epl.Config()).stages[0].device_count == 2
 
 
 def test_text_that_is_no_plan_is_refused() -> None:

@@ -13,7 +13,7 @@ from epl.sharding.forms import FORMS, Cut
 from epl.sharding.options import Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated, Shard, join_shards, local_shape, take_shard
 from tests.sharding.samples import Sample
-from tests.sharding.threads import SEED, ThreadRank, run_ranks
+from tests.sharding.threads import SEED, ThreadRank, run_in_turn, run_ranks
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ def check(sample: Sample, option: Option, size: int) -> bool:
         ]
         return _run(partial(_local, sample, option, cut, ranks), mine, changed, down)
 
-    runs = run_ranks(size, work)
+    runs = run_ranks(size, work) if option.form else run_in_turn(size, work)
     _compare(sample, option, whole, runs)
     return True
 

@@ -69,6 +69,7 @@ def _other_reductions() -> Iterator[Sample]:
     yield case("histc", const(101), 7, 0, 1)
     yield case("cosine_similarity", real(5, 4), real(5, 4))
     yield case("cosine_similarity", real(5, 1, 4), real(7, 4), -1)
+    yield case("pairwise_distance", real(5, 4), real(1, 4))
 
 
 def _products() -> Iterator[Sample]:
@@ -105,6 +106,9 @@ def _products() -> Iterator[Sample]:
     yield case("einsum", "ij->ji", [real(5, 3)])
     yield case("einsum", "ij->j", [real(5, 3)])
     yield case("einsum", "ii->i", [real(5, 5)])
+    yield case("inner", real(5, 7), real(4, 7))
+    yield case("bilinear", real(5, 7), real(5, 4), real(3, 7, 4), real(3))
+    yield case("cdist", real(2, 5, 3), real(2, 7, 3))
     offsets = torch.tensor([3, 3, 7], dtype=torch.int32)
     yield Sample("transformers.grouped_mm_fallback.default", (real(7, 5), real(3, 5, 4), offsets), {})
 
@@ -114,6 +118,8 @@ def _ordered() -> Iterator[Sample]:
         yield case(name, real(5, 7), -1)
         yield case(name, real(5, 7), 0, True)
     yield case("sort.stable", real(5, 7), stable=True, dim=1)
+    yield case("argsort.stable", real(5, 7), stable=True, dim=1)
+    yield case("cumsum_", real(5, 7), 1)
     for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
         yield case(name, real(5, 7), -1)
     yield case("cumsum", whole(9, 5, 7), 0)

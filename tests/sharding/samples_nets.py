@@ -71,9 +71,21 @@ def _convolutions() -> Iterator[Sample]:
     yield case("conv_transpose2d.input", real(5, 6, 4, 3), real(6, 2, 3, 3), real(6), groups=3)
     yield case("conv_transpose2d.input", real(5, 4, 4, 3), real(4, 3, 3, 3), real(3))
     yield case("conv_transpose3d.input", real(3, 4, 2, 3, 2), real(4, 5, 2, 2, 2))
+    yield from _grouped_convolutions()
     more = [1, 1], [0, 0], [1, 1]
     yield case("convolution", real(5, 4, 6, 5), real(7, 4, 3, 3), real(7), *more, False, [0, 0], 1)
     yield case("convolution", real(5, 4, 6, 5), real(4, 7, 3, 3), real(7), *more, True, [0, 0], 1)
+
+
+def _grouped_convolutions() -> Iterator[Sample]:
+    for ending in ("", ".padding"):
+        yield case(f"conv1d{ending}", real(5, 6, 9), real(12, 2, 3), real(12), groups=3)
+        yield case(f"conv2d{ending}", real(5, 6, 6, 5), real(3, 2, 3, 3), None, groups=3)
+        yield case(f"conv3d{ending}", real(3, 6, 4, 3, 5), real(6, 2, 2, 2, 2), real(6), groups=3)
+    yield case("conv_transpose1d", real(5, 6, 7), real(6, 4, 3), real(12), groups=3)
+    yield case("conv_transpose3d.input", real(3, 6, 2, 3, 2), real(6, 1, 2, 2, 2), groups=3)
+    more = [1, 1], [0, 0], [1, 1]
+    yield case("convolution", real(5, 6, 6, 5), real(6, 2, 3, 3), real(6), *more, False, [0, 0], 3)
 
 
 def _windows() -> Iterator[Sample]:
@@ -97,6 +109,12 @@ def _windows() -> Iterator[Sample]:
     yield case("upsample_bicubic2d.vec", real(5, 4, 3, 3), [6, 6], False, None)
     yield case("upsample_nearest3d.vec", real(3, 4, 2, 2, 2), [4, 4, 4], None)
     yield case("upsample_trilinear3d.vec", real(3, 4, 2, 2, 2), [4, 4, 4], False, None)
+    yield case("_upsample_nearest_exact2d.vec", real(5, 4, 3, 3), None, [2.0, 2.0])
+    yield case("pixel_unshuffle", real(5, 3, 4, 6), 2)
+    yield case("channel_shuffle", real(5, 6, 3, 2), 2)
+    yield case("im2col", real(5, 3, 4, 6), [2, 2], [1, 1], [0, 0], [2, 2])
+    yield case("col2im", real(5, 12, 6), [4, 6], [2, 2], [1, 1], [0, 0], [2, 2])
+    yield case("grid_sampler", real(5, 3, 4, 6), real(5, 3, 2, 2), 0, 0, False)
     yield case("pixel_shuffle", real(5, 12, 3, 2), 2)
 
 
@@ -117,6 +135,9 @@ def _element_losses() -> Iterator[Sample]:
             target = const(5, 7) if name == "binary_cross_entropy" else real(5, 7)
             arguments = (None, reduction) if name == "binary_cross_entropy" else (reduction,)
             yield case(name, real(5, 7), target.detach(), *arguments)
+        yield case("margin_ranking_loss", real(5, 7), real(5, 7), const(5, 7), 0.1, reduction)
+        yield case("hinge_embedding_loss", real(5, 7), const(5, 7).round() * 2 - 1, 1.0, reduction)
+        yield case("poisson_nll_loss", real(5, 7), const(5, 7), True, True, 1e-8, reduction)
         yield case("kl_div", real(5, 7), const(5, 7), reduction, log_target=True)
         name = "binary_cross_entropy_with_logits"
         yield case(name, real(5, 7), const(5, 7), const(7), const(7), reduction)

@@ -47,6 +47,7 @@ def _reshapes() -> Iterator[Sample]:
     yield case("broadcast_tensors", [real(5, 1), real(7), real(5, 7)])
     yield case("repeat", real(5, 4), [3, 2, 1])
     yield case("repeat", real(5, 4), [1, 3])
+    yield case("tile", real(5, 4), [3])
     yield case("repeat_interleave.self_int", real(5, 4), 3, 1)
     yield case("repeat_interleave.self_int", real(5, 4), 3, -2, output_size=15)
     yield case("repeat_interleave.self_int", real(5, 4), 3)
@@ -145,6 +146,13 @@ def _writes() -> Iterator[Sample]:
     for name in ("index_add", "index_add_"):
         yield case(name, real(5, 7), 0, whole(5, 6), real(6, 7))
         yield case(name, real(5, 7), -1, whole(7, 6), real(5, 6), alpha=2)
+    for name in ("index_copy", "index_copy_"):
+        yield case(name, real(5, 7), 0, torch.tensor([3, 0]), real(2, 7))
+    for name in ("index_fill", "index_fill_"):
+        yield case(f"{name}.int_Scalar", real(5, 7), 1, torch.tensor([3, 0]), 0)
+        yield case(f"{name}.int_Scalar", real(5, 7), 1, torch.tensor([3, 0]), 2)
+    yield case("slice_scatter", real(5, 7), real(5, 3), 1, 2, 5)
+    yield case("select_scatter", real(5, 4, 7), real(5, 7), 1, 2)
     for name in ("index_put", "index_put_"):
         yield case(name, real(5, 7), [torch.tensor([3, 0])], real(2, 7))
         yield case(name, real(5, 4, 7), [None, torch.tensor([3, 0])], real(7))

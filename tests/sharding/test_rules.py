@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401, registers an operator that models with experts call
@@ -21,13 +23,17 @@ SAMPLES = [sample for family in FAMILIES for sample in family.samples()]
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of deprecated names and slow paths
 def test_shards_give_what_the_whole_gives(sample: Sample):
-    for option in options_of(sample.call)[1:]:
-        for variant in variants(option):
-            for size in (2, 3):
-                try:
-                    check(sample, variant, size)
-                except Exception as error:
-                    raise AssertionError(f"{size} ranks, {_text(variant)}") from error
+    for option in _cuts(sample):
+        for variant, size in ((option, 3), *((variant, 2) for variant in variants(option))):
+            try:
+                check(sample, variant, size)
+            except Exception as error:
+                raise AssertionError(f"{size} ranks, {_text(variant)}") from error
+
+
+@cache
+def _cuts(sample: Sample) -> tuple[Option, ...]:
+    return options_of(sample.call)[1:]
 
 
 def _text(option) -> str:
@@ -44,17 +50,17 @@ def test_every_sample_has_a_rule():
 
 def test_every_rule_gives_an_option_that_was_compared():
     """An option is of two units at least, so it was run on two ranks."""
-    cut = {sample.target for sample in SAMPLES if any(not option.is_whole for option in options_of(sample.call)[1:])}
+    cut = {sample.target for sample in SAMPLES if _cuts(sample)}
     assert not RULES.keys() - cut
 
 
 def test_every_form_is_used():
-    assert not FORMS.keys() - {option.form for sample in SAMPLES for option in options_of(sample.call)}
+    assert not FORMS.keys() - {option.form for sample in SAMPLES for option in _cuts(sample)}
 
 
 def test_no_option_is_whole():
     for sample in SAMPLES:
-        assert not any(option.is_whole for option in options_of(sample.call)[1:]), sample.target
+        assert not any(option.is_whole for option in _cuts(sample)), sample.target
 
 
 WRONG = {

@@ -145,7 +145,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 _ELEMENTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-soft_margin_loss"""
+soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss"""
 
 FORMS: Names = {
     "mean": mean,

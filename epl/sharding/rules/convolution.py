@@ -55,6 +55,32 @@ def shuffle(call: Call) -> Iterator[Option]:
     yield from linear_in(call, "self")
 
 
+def unshuffle(call: Call) -> Iterator[Option]:
+    """``pixel_unshuffle``, the reverse."""
+    channel = call.rank("self") - 3
+    yield from passed_on(call, {dim: dim for dim in range(channel)})
+    yield call.option({"self": Shard(channel)}, Shard(channel, call["downscale_factor"] ** 2))
+    yield from linear_in(call, "self")
+
+
+def columns(call: Call) -> Iterator[Option]:
+    """``im2col`` and ``col2im``: the places of a window stand beside each other as channels."""
+    window = call["kernel_size"][0] * call["kernel_size"][1]
+    takes_apart = "im2col" in call.op.target
+    if call.rank("self") == (4 if takes_apart else 3):
+        yield call.option({"self": Shard(0)}, Shard(0))
+        image, rows = Shard(1), Shard(1, window)
+        yield call.option({"self": image if takes_apart else rows}, rows if takes_apart else image)
+    yield from linear_in(call, "self")
+
+
+def sampling(call: Call) -> Iterator[Option]:
+    """``grid_sampler``: samples, each with its grid, or channels."""
+    yield call.option({"input": Shard(0), "grid": Shard(0)}, Shard(0))
+    yield call.option({"input": Shard(1)}, Shard(1))
+    yield call.option({"input": PARTIAL}, PARTIAL)
+
+
 RULES: dict[str, Rule] = {
     **table(
         convolution,
@@ -70,8 +96,14 @@ RULES: dict[str, Rule] = {
     **table(_windows(3, linear=True), "avg_pool3d adaptive_avg_pool3d"),
     **table(_windows(1, of="input", linear=True), "upsample_nearest1d.vec upsample_linear1d.vec"),
     **table(
-        _windows(2, of="input", linear=True), "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec"
+        _windows(2, of="input", linear=True),
+        "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec",
     ),
+    **table(_windows(2, of="input", linear=True), "_upsample_nearest_exact2d.vec"),
     **table(_windows(3, of="input", linear=True), "upsample_nearest3d.vec upsample_trilinear3d.vec"),
     **table(shuffle, "pixel_shuffle"),
+    **table(unshuffle, "pixel_unshuffle"),
+    **table(columns, "im2col col2im"),
+    **table(sampling, "grid_sampler"),
+    **table(_windows(3, linear=True), "channel_shuffle"),
 }

@@ -7,7 +7,7 @@ from math import gcd
 
 import torch
 
-from epl.sharding.options import PARTIAL, Call, Option, Rule
+from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Shard
 from epl.sharding.rules.common import aligned, cut_with, linear_in, passed_on, static, table
 
@@ -66,14 +66,16 @@ def joining(call: Call) -> Iterator[Option]:
     """``cat``: the reverse of ``split``."""
     kinds = call.types("tensors")
     rank = len(call.results[0].shape)
-    if any(len(kind.shape) != rank for kind in kinds):
-        return  # an empty tensor of one dimension may stand beside any other
     dim = call["dim"] % max(1, rank)
+    # an empty tensor of one dimension may stand beside any other; a cache of keys begins as one
+    is_empty = [kind.shape == (0,) for kind in kinds]
     for other in range(rank):
         if other != dim:
-            yield call.option({"tensors": Shard(other)}, Shard(other))
-    if len({kind.shape for kind in kinds}) == 1:
-        yield call.option({"tensors": Shard(dim)}, Shard(dim, repeats=len(kinds)))
+            yield call.option({"tensors": [WHOLE if empty else Shard(other) for empty in is_empty]}, Shard(other))
+    full = [kind.shape for kind in kinds if kind.shape != (0,)]
+    if len(set(full)) == 1:
+        cut = [WHOLE if empty else Shard(dim) for empty in is_empty]
+        yield call.option({"tensors": cut}, Shard(dim, repeats=len(full)))
     yield from linear_in(call, "tensors")
 
 
@@ -157,6 +159,23 @@ def index_add(call: Call) -> Iterator[Option]:
         yield call.option({"self": PARTIAL, "index": Shard(0), "source": Shard(dim)}, PARTIAL)
 
 
+def index_copy(call: Call) -> Iterator[Option]:
+    """Rows written at a list of places, or a number (``index_fill``)."""
+    names = ("self", "source") if call.has("source") else ("self",)
+    for other in _others(call, call.dim("dim")):
+        yield call.option({name: Shard(other) for name in names}, Shard(other))
+    if call.has("source") or call["value"] == 0:
+        yield from linear_in(call, *names)
+
+
+def slice_write(call: Call) -> Iterator[Option]:
+    """``slice_scatter`` and ``select_scatter``: a copy in which a slice, or one place, is another tensor."""
+    dim, fewer = call.dim("dim"), call.rank("src") < call.rank("self")
+    for other in _others(call, dim):
+        yield call.option({"self": Shard(other), "src": Shard(other - (fewer and other > dim))}, Shard(other))
+    yield from linear_in(call, "self", "src")
+
+
 def _indexed(call: Call) -> tuple[dict[int, int], int, int] | None:
     """Where the dimensions without indices come out, and where those of the indices, and how many; None for masks."""
     kinds = list(call.types("indices"))
@@ -228,6 +247,8 @@ RULES: dict[str, Rule] = {
     **table(scatter_add, "scatter_add scatter_add_"),
     **table(index_select, "index_select"),
     **table(index_add, "index_add index_add_"),
+    **table(index_copy, "index_copy index_copy_ index_fill.int_Scalar index_fill_.int_Scalar"),
+    **table(slice_write, "slice_scatter select_scatter"),
     **table(index, "index.Tensor"),
     **table(index_put, "index_put index_put_"),
     **table(embedding, "embedding"),

@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
     **table(
         elementwise,
         """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-        soft_margin_loss""",
+        soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss""",
     ),
 }
 # No rule: ctc_loss and losses over pairs or triples of rows, which models rarely train with.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Placement, Shard
-from epl.sharding.rules.common import aligned, static, table
+from epl.sharding.rules.common import aligned, cut_with, static, table
 
 __all__ = ["RULES"]
 
@@ -73,6 +73,28 @@ def matmul(call: Call) -> Iterator[Option]:
     yield from products(call, {"self": [first], "other": [second]}, batch + rows + columns)
 
 
+def inner(call: Call) -> Iterator[Option]:
+    """Every row of the one with every row of the other."""
+    left, right = "abcdefgh"[: call.rank("self") - 1], "ijlmnopq"[: call.rank("other") - 1]
+    yield from products(call, {"self": [f"{left}k"], "other": [f"{right}k"]}, left + right)
+
+
+def bilinear(call: Call) -> Iterator[Option]:
+    """x[..., i] weight[o, i, j] y[..., j] + bias[o]."""
+    batch = "abcdefgh"[: call.rank("input1") - 1]
+    operands = {"input1": [f"{batch}i"], "input2": [f"{batch}j"], "weight": ["oij"]}
+    yield from products(call, operands, f"{batch}o", ["bias"])
+
+
+def distances(call: Call) -> Iterator[Option]:
+    """``cdist``: every row of the one with every row of the other; not a product, but cut like one."""
+    rank = len(call.results[0].shape)
+    yield call.option({"x1": Shard(call.rank("x1") - 2)}, Shard(rank - 2))
+    yield call.option({"x2": Shard(call.rank("x2") - 2)}, Shard(rank - 1))
+    for dim in range(rank - 2):
+        yield call.option(cut_with(call, dim, rank), Shard(dim))
+
+
 def _fixed(result: str, addend: str = "", **operands: str) -> Rule:
     """The rule of an operator whose letters are always the same."""
 
@@ -129,5 +151,8 @@ RULES: dict[str, Rule] = {
     **table(_fixed("bmn", "self", batch1="bmk", batch2="bkn"), "baddbmm baddbmm_"),
     **table(_fixed("mn", "self", batch1="bmk", batch2="bkn"), "addbmm"),
     **table(einsum, "einsum"),
+    **table(inner, "inner"),
+    **table(bilinear, "bilinear"),
+    **table(distances, "cdist"),
     "transformers.grouped_mm_fallback.default": grouped,
 }

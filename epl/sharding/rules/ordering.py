@@ -70,8 +70,8 @@ def halves(call: Call) -> Iterator[Option]:
 
 
 RULES: dict[str, Rule] = {
-    **table(ordered, "sort sort.stable argsort cumprod logcumsumexp cummax cummin"),
-    **table(running_sum, "cumsum"),
+    **table(ordered, "sort sort.stable argsort argsort.stable cumprod logcumsumexp cummax cummin"),
+    **table(running_sum, "cumsum cumsum_"),
     **table(difference, "diff"),
     **table(topk, "topk"),
     **table(best, "max.dim min.dim argmax argmin"),

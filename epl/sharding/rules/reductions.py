@@ -79,6 +79,13 @@ def similarity(call: Call) -> Iterator[Option]:
             yield call.option(used, Shard(dim - (dim > gone)))
 
 
+def row_distance(call: Call) -> Iterator[Option]:
+    """``pairwise_distance``: of the last dimension."""
+    rank = max(call.rank("x1"), call.rank("x2"))
+    for dim in range(rank - 1):
+        yield call.option(cut_with(call, dim, rank), Shard(dim))
+
+
 RULES: dict[str, Rule] = {
     **table(summing, "sum sum.dim_IntList"),
     **table(counting, "count_nonzero count_nonzero.dim_IntList"),
@@ -87,6 +94,7 @@ RULES: dict[str, Rule] = {
     **table(log_sum, "logsumexp"),
     **table(histogram, "histc"),
     **table(similarity, "cosine_similarity"),
+    **table(row_distance, "pairwise_distance"),
     # products, norms and variances over a cut dimension would each need a form of their own; sums are what models cut
     **table(
         reducing,

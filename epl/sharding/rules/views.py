@@ -124,8 +124,9 @@ def moving(call: Call) -> Iterator[Option]:
 
 
 def repeating(call: Call) -> Iterator[Option]:
-    """``repeat``: a repeated dimension is a row of stretches, each cut like the one it repeats."""
-    times = call["repeats"]
+    """``repeat`` and ``tile``: a repeated dimension is a row of stretches, each cut like the one it repeats."""
+    times = call["repeats"] if call["dims"] is None else call["dims"]
+    times = [1] * (call.rank("self") - len(times)) + list(times)
     more = len(times) - call.rank("self")
     for dim in range(call.rank("self")):
         yield call.option({"self": Shard(dim)}, Shard(more + dim, repeats=max(1, times[more + dim])))
@@ -173,7 +174,7 @@ RULES: dict[str, Rule] = {
     **table(transposing, "t mT adjoint"),
     **table(reversing, "numpy_T"),
     **table(moving, "movedim.int movedim.intlist moveaxis.int moveaxis.intlist"),
-    **table(repeating, "repeat"),
+    **table(repeating, "repeat tile"),
     **table(repeating_each, "repeat_interleave.self_int"),
     **table(windows, "unfold"),
     **table(diagonal, "diagonal"),
