@@ -24,6 +24,7 @@ from epl.errors import RunError
 from epl.ir.graph import Graph, StrategySpec
 from epl.loss import LossFunction, loss_step, output_step
 from epl.passes import apply_passes
+from epl.planner.make import is_split
 from epl.planner.plan import Plan
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.guards import GuardCode, guard_of
@@ -126,6 +127,11 @@ class Catalog:
     def bind(self, variant: Variant, plan: Plan, rank: int, collectives: Collectives) -> BoundStage:
         """The stage that ``rank`` makes of a graph, compiled; ``collectives`` are those of its stage's devices."""
         if variant.bound is None:
+            if variant.captured.is_opaque and any(map(is_split, plan.stages)):
+                raise RunError(
+                    "for a batch of this kind the model cannot be captured as a graph (the warning above says why), and "
+                    "split needs one. Mend that, or use replicate."
+                )
             graph = apply_passes(variant.graph, plan)
             self._check_held(graph, plan, rank)
             number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)

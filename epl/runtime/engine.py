@@ -27,6 +27,7 @@ from epl.runtime.clip import clip_grad_norm
 from epl.runtime.data import guess_num_replicas
 from epl.runtime.logs import settings_lines, write_plan
 from epl.runtime.model import ParallelModel, in_eval_mode
+from epl.runtime.optimizers import fit_optimizers, refuse_optimizers
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
 from epl.runtime.state import (
@@ -136,9 +137,11 @@ class Engine:
         self._world.watch.now("the capture of the model")
         plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))
         agree_on(self._world, "the plan", plan.to_json().splitlines())
+        refuse_optimizers(self._optimizers, plan)
         if make_equal(self._world, self._model) and self._world.rank == 0:
             warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=4)
         release(self._model, plan, self._world.rank)
+        fit_optimizers(self._optimizers, self._model, plan, self._world.rank)
         self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
         self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
         if self._world.rank == 0:

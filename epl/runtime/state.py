@@ -30,6 +30,7 @@ __all__ = [
     "load_whole",
     "make_equal",
     "model_lines",
+    "own_part",
     "release",
     "scale_gradients",
     "take_gradients",
@@ -129,10 +130,10 @@ def release(model: nn.Module, plan: Plan, rank: int) -> None:
             fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
             tensor.data = torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         elif entry.placement != "R":
-            tensor.data = _own_part(entry, plan, rank, tensor.detach()).clone(memory_format=torch.contiguous_format)
+            tensor.data = own_part(entry, plan, rank, tensor.detach()).clone(memory_format=torch.contiguous_format)
 
 
-def _own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -> torch.Tensor:
+def own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a tensor that is cut over the devices of its stage."""
     stage, replica, position = plan.place_of(rank)
     num_ranks = len(plan.stages[stage].ranks[replica])
@@ -148,14 +149,16 @@ def whole_shapes(model: nn.Module, plan: Plan, rank: int) -> Iterator[None]:
     stage, _, _ = plan.place_of(rank)
     tensors = tensors_by_path(model)
     changed = [entry for entry in plan.parameters if not is_held(entry, stage) or entry.placement != "R"]
-    data = [tensors[entry.path].data for entry in changed]
-    for entry in changed:
-        tensors[entry.path].data = _untouched(tensors[entry.path], entry.shape)
+    saved = [(tensors[entry.path], tensors[entry.path].data, tensors[entry.path].grad) for entry in changed]
+    for entry, (tensor, _, _) in zip(changed, saved, strict=True):
+        tensor.grad = None  # a gradient has the shape of its tensor
+        tensor.data = _untouched(tensor, entry.shape)
     try:
         yield
     finally:
-        for entry, before in zip(changed, data, strict=True):
-            tensors[entry.path].data = before
+        for tensor, data, gradient in saved:
+            tensor.data = data
+            tensor.grad = gradient
 
 
 def _untouched(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -283,4 +286,4 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]
             if name not in first:  # what a module adds to its state besides tensors
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
             elif first[name] in held:
-                tensors[first[name]].copy_(_own_part(entries[first[name]], plan, rank, state[name]))
+                tensors[first[name]].copy_(own_part(entries[first[name]], plan, rank, state[name]))

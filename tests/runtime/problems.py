@@ -48,22 +48,33 @@ class Problem:
 
 @dataclass(frozen=True)
 class Way:
-    """How it is cut: ranks, the module paths of each stage, devices of each stage, micro-batches, further settings."""
+    """How it is cut: ranks, the module paths of each stage, devices of each stage, micro-batches, further settings.
+
+    ``split`` names the stages whose devices share out the weights, where others share out the batch; the first paths may
+    be [""], the whole model.
+    """
 
     world: int
     cut: list[list[str]] = field(default_factory=list)
     micro_batches: int = 1
-    devices: int = 1
+    devices: int | tuple[int, ...] = 1
     config: dict[str, Any] = field(default_factory=dict)
+    split: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> list[int]:
+        """Devices of each stage."""
+        return [self.devices] * len(self.cut) if isinstance(self.devices, int) else list(self.devices)
 
     @property
     def num_replicas(self) -> int:
-        return max(1, self.world // (max(1, len(self.cut)) * self.devices))
+        shared = self.config.get("cluster.colocate_split_and_replicate", False)
+        return max(1, self.world // ((max if shared else sum)(self.counts or [1])))
 
     @property
     def num_parts(self) -> int:
         """Parts that a global batch that divides is cut into."""
-        return self.num_replicas * self.devices * self.micro_batches
+        return self.num_replicas * (1 if self.split else max(self.counts or [1])) * self.micro_batches
 
 
 class Outcome(NamedTuple):
@@ -144,8 +155,8 @@ def start(problem: Problem, way: Way) -> epl.Engine:
     settings = {"pipeline.num_micro_batch": way.micro_batches, "run.print_plan": False, **way.config}
     epl.init(epl.Config(settings))
     model = problem.build()
-    if way.cut:
-        annotate(model, way.cut, [way.devices] * len(way.cut))
+    for place, (paths, count) in enumerate(zip(way.cut, way.counts, strict=True)):
+        annotate(model, [paths], [count], epl.split if place in way.split else epl.replicate)
     engine = epl.parallelize(model, problem.optimize(model), loss_fn=problem.loss_fn)
     engine.prepare(share_of(problem.batches[0], 0, way.num_replicas))
     return engine

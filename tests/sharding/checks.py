@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epl.sharding.forms import FORMS, Cut
+from epl.sharding.forms import FORMS, PLACED, Cut
 from epl.sharding.options import Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated, Shard, join_shards, local_shape, take_shard
 from tests.sharding.samples import Sample
@@ -96,27 +96,36 @@ def _parts(tensor: torch.Tensor, place: Placement, size: int) -> list[torch.Tens
     """What ranks hold; summands are any that add up."""
     if not isinstance(place, Partial):
         return [take_shard(tensor, place, size, rank) for rank in range(size)]
-    others = [torch.rand_like(tensor.detach().double()).mul(9).to(tensor.dtype) for _ in range(size - 1)]
+    largest = 1 if tensor.is_floating_point() else 9
+    others = [(torch.rand_like(tensor.detach().double()) * largest).to(tensor.dtype) for _ in range(size - 1)]
     first = tensor.detach() - sum(others)
     return [part.requires_grad_(tensor.requires_grad) for part in (first, *others)]
 
 
 def _compare(sample: Sample, option: Option, whole: Run, runs: list[Run]) -> None:
+    tolerance = _tolerance(sample)
     for place, expected in enumerate(whole.results):
         found = [run.results[place] for run in runs]
         if "empty" in sample.target:  # holds anything
             expected, found = torch.zeros_like(expected), [torch.zeros_like(part) for part in found]
-        _joined(found, option.outputs[place], expected, f"result {place}")
+        _joined(found, option.outputs[place], expected, tolerance, f"result {place}")
     needing = [place for place, tensor in enumerate(sample.tensors) if tensor.requires_grad]
     for nth, place in enumerate(needing):
         law = gradient_handed_back(option, place)
-        _joined([run.gradients[nth] for run in runs], law, whole.gradients[nth], f"gradient of argument {place}")
+        found = [run.gradients[nth] for run in runs]
+        _joined(found, law, whole.gradients[nth], tolerance, f"gradient of argument {place}")
     for place, expected in enumerate(whole.arguments):
-        _joined([run.arguments[place] for run in runs], option.inputs[place], expected, f"argument {place} afterwards")
+        found = [run.arguments[place] for run in runs]
+        _joined(found, option.inputs[place], expected, tolerance, f"argument {place} afterwards")
 
 
-def _joined(parts: list[torch.Tensor], place: Placement, expected: torch.Tensor, what: str) -> None:
-    tolerance = 1e-9 if expected.dtype in (torch.float64, torch.int64, torch.bool) else 1e-5
+def _tolerance(sample: Sample) -> float:
+    """Summands of numbers that are rounded to float32, in or out, add up to what is as exact as those."""
+    dtypes = {kind.dtype for kind in (*sample.tensors, *sample.call.results)}
+    return 1e-9 if dtypes.isdisjoint({torch.float32, torch.bfloat16}) else 1e-4
+
+
+def _joined(parts: list[torch.Tensor], place: Placement, expected: torch.Tensor, tolerance: float, what: str) -> None:
     close = {"rtol": tolerance, "atol": tolerance, "msg": lambda text: f"{what} ({place}): {text}", "equal_nan": True}
     torch.testing.assert_close(join_shards(parts, place), expected, **close)
     if isinstance(place, Replicated):
@@ -128,7 +137,7 @@ def variants(option: Option) -> Iterator[Option]:
     """The option with its own units, with larger ones, and with more stretches: relative is what an option says."""
     yield option
     yield _scaled(option, 2, 1)
-    if not option.form:
+    if option.form not in PLACED:
         yield _scaled(option, 1, 2)
 
 

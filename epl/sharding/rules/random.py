@@ -18,14 +18,14 @@ __all__ = ["RULES"]
 def dropout(call: Call) -> Iterator[Option]:
     """Elements; a whole mask, equal on all ranks, is linear."""
     name = "self" if call.has("self") else "input"
-    yield from broadcast_cuts(call, form="" if call["train"] is False else "dropout")
+    yield from broadcast_cuts(call, form="" if call["train"] is False or not call["p"] else "dropout")
     if len(call.results) == 1:
         yield from linear_in(call, name)
 
 
 def feature_dropout(call: Call) -> Iterator[Option]:
     """Whole channels of samples."""
-    yield from broadcast_cuts(call, form="feature_dropout" if call["train"] else "")
+    yield from broadcast_cuts(call, form="feature_dropout" if call["train"] and call["p"] else "")
     yield from linear_in(call, "input")
 
 

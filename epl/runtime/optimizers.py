@@ -1,0 +1,48 @@
+"""The user's optimizers on weights of which each rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from epl.errors import StrategyError
+from epl.planner.plan import ParameterPlan, Plan
+from epl.runtime.state import own_part
+
+__all__ = ["fit_optimizers", "refuse_optimizers"]
+
+# Their update of an element depends on other elements of the weight: on norms, rows, columns or the whole matrix.
+_NEED_WHOLE_WEIGHTS = ("Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP")
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuse what would make another update of a part of a weight than of the whole.
+
+    Raises:
+        StrategyError: an optimizer looks at whole weights, and the plan cuts some.
+    """
+    is_cut = any(entry.placement != "R" for entry in plan.parameters if entry.kind == "parameter")
+    wrong = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer).__name__ in _NEED_WHOLE_WEIGHTS]
+    if is_cut and wrong:
+        raise StrategyError(
+            f"{wrong[0]} looks at a whole weight to change any element of it, and under split each rank holds a part. Use "
+            "an optimizer that works element by element (SGD, Adam, AdamW, ...), or replicate."
+        )
+
+
+def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan, rank: int) -> None:
+    """Cut what optimizers already keep of weights that are cut: some make their state when they are made."""
+    parameters = dict(model.named_parameters())
+    for entry in plan.parameters:
+        if entry.kind == "parameter" and entry.placement != "R" and plan.place_of(rank)[0] in entry.stages:
+            for optimizer in optimizers:
+                _fit(optimizer, parameters[entry.path], entry, plan, rank)
+
+
+def _fit(optimizer: Optimizer, parameter: nn.Parameter, entry: ParameterPlan, plan: Plan, rank: int) -> None:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == entry.shape:
+            optimizer.state[parameter][key] = own_part(entry, plan, rank, value).clone()
