@@ -9,8 +9,9 @@ The one ambient thing is the context variable below: which strategy is entered, 
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class Strategy:
     device_count: int
     name: str
     where: str
+    placements: tuple[tuple[str, str], ...] = ()
 
     def __enter__(self) -> Strategy:
         ambient = _ambient.get()
@@ -169,18 +171,40 @@ def replicate(device_count: int = 1, name: str | None = None, device: str | None
     return _make("replicate", device_count, name, device)
 
 
-def split(device_count: int = 1, name: str | None = None, device: str | None = None) -> Strategy:
+def split(
+    device_count: int = 1,
+    name: str | None = None,
+    device: str | None = None,
+    *,
+    placements: Mapping[str, str] | None = None,
+) -> Strategy:
     """A TaskGraph of ``device_count`` devices, whose weights are shared out over them.
 
-    Arguments and errors are those of `replicate`. All devices get the same batch. Which dimension of which weight is cut,
-    and what is communicated, is found by a search (``docs/concepts.md``); the plan shows it.
+    All devices get the same batch. Which dimension of which weight is cut, and what is communicated, is found by a search
+    (``docs/concepts.md``); the plan shows it.
+
+    Args:
+        device_count, name, device: As for `replicate`.
+        placements: Where some weights have to lie, by name: ``{"*.decoder.weight": "S(0)"}``. A name may have ``*`` for any
+            text; ``S(d)`` is cut along dimension d, ``R`` is whole on every device. The rest is chosen around it.
+
+    Raises:
+        StrategyError: an argument is wrong. When the plan is made: a name fits no weight of the TaskGraph, or a weight
+            cannot be cut like this.
 
     Source: Whale (Jia et al. 2022) for the annotation; GSPMD and Alpa for placements and their choice.
 
     Example:
         >>> head = split(device_count=2)(nn.Linear(8, 100))
     """
-    return _make("split", device_count, name, device)
+    strategy = _make("split", device_count, name, device)
+    wrong = [text for text in (placements or {}).values() if not re.fullmatch(r"R|S\(\d+\)", str(text))]
+    if wrong:
+        raise StrategyError(
+            f"split(placements=...): {wrong[0]!r} is not a placement of a weight; write 'R' (whole) or 'S(0)' (cut along "
+            "dimension 0)"
+        )
+    return replace(strategy, placements=tuple((placements or {}).items()))
 
 
 def _make(kind: str, device_count: int, name: str | None, device: str | None) -> Strategy:

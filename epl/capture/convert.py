@@ -12,6 +12,7 @@ import gc
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +79,18 @@ class _Building:
         self.taken.add(candidate)
         return candidate
 
+    @cached_property
+    def trained_memory(self) -> frozenset[int]:
+        """Where the data of all parameters are that require a gradient: of an unregistered one, export keeps the data."""
+        parameters = [item for item in gc.get_objects() if type(item) is nn.Parameter and item.requires_grad]
+        return frozenset(
+            [parameter.data_ptr() for parameter in parameters if not parameter.is_meta and parameter.numel()]
+        )
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is the data of a parameter that requires a gradient."""
+        return tensor.data_ptr() in self.trained_memory if tensor.numel() and not tensor.is_meta else False
+
 
 def convert(exported: Exported, model: nn.Module, paths: tuple[str, ...]) -> Converted:
     """The graph of an exported step.
@@ -119,7 +132,8 @@ def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _B
                 continue
             name = building.unique(_identifier(node.name))
             by_tensor[id(tensor)] = name
-            _add_held(found, Constant(name, _tensor(kind, node)), tensor, owned, node)
+            leaf = Constant(name, _tensor(kind, node))
+            _add_held(found, leaf, tensor, owned, is_foreign=_is_from_outside(node) and building.is_trained(tensor))
             if isinstance(tensor, nn.Parameter):
                 building.tagger.note_parameter(name, tensor)
         building.names[node] = Ref(name)
@@ -127,7 +141,7 @@ def _leaves(program: Any, model: nn.Module, paths: tuple[str, ...], building: _B
 
 
 def _add_held(
-    found: dict[str, Any], leaf: Constant, tensor: torch.Tensor, owned: dict[int, Any], node: fx.Node
+    found: dict[str, Any], leaf: Constant, tensor: torch.Tensor, owned: dict[int, Any], *, is_foreign: bool
 ) -> None:
     """Add a tensor that the model holds, as the kind of leaf that it is."""
     paths, persistent = owned.get(id(tensor), ((), False))
@@ -135,7 +149,7 @@ def _add_held(
         found["parameters"].append(Parameter(leaf.name, leaf.type, paths[0], tensor.requires_grad, paths[1:]))
     elif paths:
         found["buffers"].append(Buffer(leaf.name, leaf.type, paths[0], persistent))
-    elif tensor.requires_grad or (_is_from_outside(node) and _is_of_trained_parameter(tensor)):
+    elif tensor.requires_grad or is_foreign:
         raise CaptureError(
             f"forward uses a tensor of type {leaf.type} that requires a gradient and is no parameter of the model (it may "
             "be in a module in a plain list, or in loss_fn): nothing would reduce its gradient. Register it in the model "
@@ -149,12 +163,6 @@ def _add_held(
 def _is_from_outside(node: fx.Node) -> bool:
     """True for a tensor that forward found somewhere; one that it makes of Python numbers is lifted at its use."""
     return not all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-
-
-def _is_of_trained_parameter(tensor: torch.Tensor) -> bool:
-    """True if a tensor is the data of a parameter that requires a gradient: of an unregistered one, export keeps that."""
-    parameters = [item for item in gc.get_objects() if type(item) is nn.Parameter and item.requires_grad]
-    return any(parameter.data_ptr() == tensor.data_ptr() for parameter in parameters if not parameter.is_meta)
 
 
 def _owned_tensors(model: nn.Module) -> dict[int, tuple[tuple[str, ...], bool]]:

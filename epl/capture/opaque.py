@@ -54,7 +54,7 @@ def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Co
     if len(strategies) > 1:
         raise error
     warnings.warn(f"the model runs as it is, as one TaskGraph, since it cannot be captured: {error}", stacklevel=3)
-    specs = tuple(StrategySpec(s.kind, s.device_count, s.name, s.where) for s in strategies)
+    specs = tuple(StrategySpec(s.kind, s.device_count, s.name, s.where, placements=s.placements) for s in strategies)
     return Converted(_graph(model, batch, parts, specs), {"function.call_0": _Call(model, step, batch, parts)}, {})
 
 

@@ -70,4 +70,5 @@ class Tagger:
         """The strategies as data: those that have operators, in order of use, then those that the user wrote in vain."""
         for strategy in dict.fromkeys([*self._order, *self._explicit]):
             is_default = strategy not in self._explicit
-            yield StrategySpec(strategy.kind, strategy.device_count, strategy.name, strategy.where, is_default)
+            where = (strategy.name, strategy.where)
+            yield StrategySpec(strategy.kind, strategy.device_count, *where, is_default, strategy.placements)

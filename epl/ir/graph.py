@@ -147,6 +147,7 @@ class StrategySpec:
     """A strategy of the user's, as data: ``replicate`` or ``split``, how many devices, and where it was made.
 
     ``is_default`` says that it was only ever a default: it takes what no scope takes, and may come away with nothing.
+    ``placements`` are those that the user has asked for: (name of parameters, with ``*`` for any text; placement).
     """
 
     kind: str
@@ -154,6 +155,7 @@ class StrategySpec:
     name: str
     where: str = ""
     is_default: bool = False
+    placements: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}({self.device_count}, name={self.name!r}) made at {self.where}"

@@ -49,8 +49,9 @@ def to_text(graph: Graph) -> str:
 
 
 def _spec_text(spec: StrategySpec) -> str:
-    default = ", is_default=True" if spec.is_default else ""
-    return f"kind={spec.kind!r}, device_count={spec.device_count}, name={spec.name!r}, where={spec.where!r}{default}"
+    rest = ", is_default=True" if spec.is_default else ""
+    rest += f", placements={spec.placements!r}" if spec.placements else ""
+    return f"kind={spec.kind!r}, device_count={spec.device_count}, name={spec.name!r}, where={spec.where!r}{rest}"
 
 
 def op_text(op: Op) -> str:

@@ -12,7 +12,8 @@ from epl.errors import StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan
-from epl.planner.split import SplitChoice, choose_split
+from epl.planner.split import SplitChoice, choose_split, wished_placements
+from epl.planner.split_problem import SplitGroup
 from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
 
@@ -48,9 +49,8 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         stage.index: choose_split(
             graph,
             frozenset(stage.taskgraphs),
-            stage.device_count,
-            device_model(cluster.device_kind),
-            num_micro_batches=num_micro_batches,
+            SplitGroup(stage.device_count, device_model(cluster.device_kind), num_micro_batches),
+            wishes=wished_placements(graph, frozenset(stage.taskgraphs)),
         )
         for stage in stages
         if is_split(stage)
@@ -71,7 +71,7 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         bubble=outcome.bubble,
         is_opaque=is_opaque,
         device_kind=cluster.device_kind,
-        splits=tuple(describe_split(index, choice) for index, choice in splits.items()),
+        splits=tuple(describe_split(graph, stages[index], choice) for index, choice in splits.items()),
         notes=_notes(graph, len(stages), is_opaque),
     )
 

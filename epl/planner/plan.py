@@ -99,6 +99,7 @@ class SplitPlan:
         stage: The stage.
         time_s: Estimate of computing and communication for a micro-batch, forward and backward.
         sent_bytes: Bytes that each rank sends for a micro-batch.
+        megatron_bytes: The same for a plan by hand as Megatron makes them (:mod:`epl.planner.split_reference`).
         choices: How operators run, a line for each kind.
         communication: What travels, a line for each kind.
     """
@@ -106,6 +107,7 @@ class SplitPlan:
     stage: int
     time_s: float
     sent_bytes: float
+    megatron_bytes: float
     choices: tuple[str, ...]
     communication: tuple[str, ...]
 

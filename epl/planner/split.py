@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from epl.cost.devices import DeviceModel
+from epl.errors import StrategyError
 from epl.ir.graph import Graph
-from epl.planner.split_problem import Edge, Problem, split_problem
+from epl.planner.split_problem import Edge, Problem, SplitGroup, split_problem
 from epl.planner.split_solve import Solution, conversion_of, solve
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option
-from epl.sharding.placements import Partial, Placement
+from epl.sharding.placements import Partial, Placement, parse_placement
 
-__all__ = ["SplitChoice", "choose_split"]
+__all__ = ["SplitChoice", "choose_split", "wished_placements"]
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,43 @@ class SplitChoice:
 def choose_split(
     graph: Graph,
     tasks: frozenset[int],
-    num_ranks: int,
-    device: DeviceModel,
+    group: SplitGroup,
     *,
     pins: Mapping[str, Placement] | None = None,
-    num_micro_batches: int = 1,
+    wishes: Mapping[str, Placement] | None = None,
 ) -> SplitChoice:
     """The best placements for some TaskGraphs on the same devices.
 
     Args:
         graph: A graph whose operators are in TaskGraphs.
         tasks: The TaskGraphs.
-        num_ranks: Devices that share them.
-        device: What they are.
-        pins: Placements of parameters and buffers that are given, by name in the graph.
-        num_micro_batches: In a step.
+        group: The devices that share them.
+        pins: Placements of parameters and buffers as a plan has them, by name in the graph.
+        wishes: Placements that the user asks for (`wished_placements`).
 
     Raises:
+        StrategyError: a weight cannot be placed as the user asks.
         PlanError: the weights do not fit; says by how much.
     """
-    problem = split_problem(graph, tasks, num_ranks, device, pins)
-    return SplitChoice(problem, solve(problem, memory_bytes=device.memory_bytes, num_micro_batches=num_micro_batches))
+    problem = split_problem(graph, tasks, group, pins, wishes)
+    return SplitChoice(problem, solve(problem))
+
+
+def wished_placements(graph: Graph, tasks: frozenset[int]) -> dict[str, Placement]:
+    """What ``split(placements=...)`` asks for, by name in the graph.
+
+    Raises:
+        StrategyError: a name fits no weight of the TaskGraph.
+    """
+    found: dict[str, Placement] = {}
+    for task in sorted(tasks):
+        spec, parameters = graph.tasks[task], graph.parameters_of(task)
+        for pattern, text in spec.placements:
+            fitting = [leaf for leaf in parameters if any(fnmatchcase(p, pattern) for p in (leaf.path, *leaf.aliases))]
+            if not fitting:
+                names = ", ".join(leaf.path for leaf in parameters[:5])
+                raise StrategyError(
+                    f"{spec}: placements names {pattern!r}, which fits none of its weights: {names}, ..."
+                )
+            found.update({leaf.name: parse_placement(text) for leaf in fitting})
+    return found

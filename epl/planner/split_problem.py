@@ -11,19 +11,48 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from epl.cost.devices import DeviceModel
 from epl.cost.operators import operator_s, work_of
+from epl.errors import StrategyError
 from epl.ir.graph import Buffer, Constant, Graph, Op, Parameter, Ref
 from epl.ir.types import ListType, TensorType, Type
 from epl.sharding.options import WHOLE, Call, Option
 from epl.sharding.patterns import Patterns, Slots
-from epl.sharding.placements import Placement, local_shape
+from epl.sharding.placements import Placement, Shard, local_shape
 from epl.sharding.rules import options_of
 
-__all__ = ["Edge", "Item", "Problem", "Use", "slots_of", "split_problem", "static_shape", "value_names"]
+__all__ = [
+    "STATES",
+    "Edge",
+    "Item",
+    "Problem",
+    "SplitGroup",
+    "Use",
+    "slots_of",
+    "split_problem",
+    "static_shape",
+    "value_names",
+]
 
+SMALL_SHARE = 0.01  # of all weights: a kind of weight below this may stay whole if that saves communication
 STATES = 4  # a trained weight, its gradient, and the two moments of Adam
+
+
+@dataclass(frozen=True)
+class SplitGroup:
+    """Those who share the work.
+
+    Args:
+        num_ranks: Ranks.
+        device: What each computes on.
+        num_micro_batches: In a step: what is done once a step is shared by them.
+    """
+
+    num_ranks: int
+    device: DeviceModel
+    num_micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,21 +112,30 @@ class Edge:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items, edges, and the number of ranks."""
+    """Items, edges, and the group."""
 
     items: tuple[Item, ...]
     edges: tuple[Edge, ...]
-    num_ranks: int
-    device: DeviceModel
+    group: SplitGroup
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.num_ranks
 
 
 class _Builder:
     """What is gathered on the way."""
 
     def __init__(
-        self, graph: Graph, tasks: frozenset[int], num_ranks: int, device: DeviceModel, pins: Mapping[str, Placement]
+        self,
+        graph: Graph,
+        tasks: frozenset[int],
+        group: SplitGroup,
+        pins: Mapping[str, Placement],
+        wishes: Mapping[str, Placement],
     ) -> None:
-        self.graph, self.tasks, self.num_ranks, self.device, self.pins = graph, tasks, num_ranks, device, pins
+        self.graph, self.tasks, self.pins, self.wishes = graph, tasks, pins, wishes
+        self.num_ranks, self.device = group.num_ranks, group.device
         self.ops = tuple(op for op in graph.ops if op.task in tasks and op.target != "python.getitem")
         self.names = value_names(graph)
         self.shapes = _shapes(graph)
@@ -107,6 +145,19 @@ class _Builder:
         self.place_of: dict[str, tuple[int, int]] = {}  # value -> its maker, and which of its results it is
         self.uses: dict[str, list[Use]] = {}
         self._counts: Counter[str] = Counter()
+
+    @cached_property
+    def _sizes_by_kind(self) -> Counter[str]:
+        """Bytes of the weights, those of repeated blocks together."""
+        sizes: Counter[str] = Counter()
+        for leaf in self.graph.parameters:
+            sizes[_pattern(leaf.path)] += leaf.type.size_bytes
+        return sizes
+
+    def is_large(self, leaf: Parameter) -> bool:
+        """True for a matrix that counts, alone or with those of its kind in other blocks."""
+        sizes = self._sizes_by_kind
+        return len(leaf.type.shape) > 1 and sizes[_pattern(leaf.path)] > SMALL_SHARE * sizes.total()
 
     def add(self, item: Item, makes: Sequence[str]) -> int:
         self.items.append(item)
@@ -129,30 +180,35 @@ class _Builder:
 def split_problem(
     graph: Graph,
     tasks: frozenset[int],
-    num_ranks: int,
-    device: DeviceModel,
+    group: SplitGroup,
     pins: Mapping[str, Placement] | None = None,
+    wishes: Mapping[str, Placement] | None = None,
 ) -> Problem:
     """The problem of some TaskGraphs that share a group of ranks.
 
     Args:
         graph: A graph whose operators are in TaskGraphs.
         tasks: The TaskGraphs.
-        num_ranks: Ranks in the group.
-        device: What each rank computes on.
-        pins: Placements of parameters that are given, by their names in the graph.
+        group: The ranks.
+        pins: Placements of parameters and buffers as a plan has them, by their names in the graph.
+        wishes: Placements that the user asks for; a cut is one along this dimension, wherever it goes.
+
+    Raises:
+        StrategyError: a weight cannot be placed as the user asks.
     """
-    build = _Builder(graph, tasks, num_ranks, device, pins or {})
+    build = _Builder(graph, tasks, group, pins or {}, wishes or {})
     calls = [Call(op, graph.type_of) for op in build.ops]
     slots = [slots_of(call, build.names, build.shapes) for call in calls]
-    wishes = [options_of(call) for call in calls]
-    patterns = Patterns(num_ranks, build.pins, build.shapes)
-    patterns.tie(list(zip(slots, wishes, strict=True)))
+    ways = [options_of(call) for call in calls]
+    patterns = Patterns(group.num_ranks, build.pins, build.shapes)
+    patterns.tie(list(zip(slots, ways, strict=True)))
     _add_leaves(build, patterns)
-    for call, slot, wish in zip(calls, slots, wishes, strict=True):
-        _add_op(build, call, slot, [o for o in (patterns.concrete(slot, option) for option in wish) if o is not None])
+    for call, slot, options in zip(calls, slots, ways, strict=True):
+        _add_op(
+            build, call, slot, [o for o in (patterns.concrete(slot, option) for option in options) if o is not None]
+        )
     _add_outside(build)
-    return Problem(tuple(build.items), tuple(_edges(build)), num_ranks, device)
+    return Problem(tuple(build.items), tuple(_edges(build)), group)
 
 
 def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -209,8 +265,24 @@ def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer
     if isinstance(leaf, Constant):
         return [WHOLE]
     shards = list(patterns.shards_of(leaf.name, static_shape(leaf.type)))
-    must_cut = isinstance(leaf, Parameter) and len(leaf.type.shape) > 1 and shards
+    if leaf.name in build.wishes:
+        return [_as_wished(build, leaf, shards)]
+    must_cut = isinstance(leaf, Parameter) and build.is_large(leaf) and shards
     return [*([] if must_cut else [WHOLE]), *shards]
+
+
+def _as_wished(build: _Builder, leaf: Parameter | Buffer, shards: list[Shard]) -> Placement:
+    wish = build.wishes[leaf.name]
+    if not isinstance(wish, Shard):
+        return wish
+    fitting = [shard for shard in shards if shard.dim == wish.dim]
+    if not fitting:
+        possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
+        raise StrategyError(
+            f"{leaf.path} of shape {list(leaf.type.shape)} cannot be placed as {wish} on {build.num_ranks} devices, as "
+            f"split(placements=...) asks; possible are {possible}"
+        )
+    return fitting[0]
 
 
 def _add_leaf(build: _Builder, leaf: Parameter | Buffer | Constant, ways: list[Placement]) -> None:

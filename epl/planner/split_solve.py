@@ -26,7 +26,7 @@ from scipy.sparse import coo_array
 
 from epl.cost.communication import collective_s
 from epl.errors import PlanError
-from epl.planner.split_problem import Edge, Item, Problem, Use
+from epl.planner.split_problem import STATES, Edge, Item, Problem, Use
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated
@@ -56,10 +56,10 @@ def conversion_of(edge: Edge, made: Placement, use: Use, option: Option) -> Conv
     return conversion
 
 
-def conversion_s(problem: Problem, edge: Edge, conversion: Conversion, num_micro_batches: int) -> float:
+def conversion_s(problem: Problem, edge: Edge, conversion: Conversion) -> float:
     """Seconds of both directions, for one micro-batch."""
     if edge.is_weight and conversion == _SUMMED_LATER:
-        return _move_s(problem, edge, conversion.gradient) / num_micro_batches
+        return _move_s(problem, edge, conversion.gradient) / problem.group.num_micro_batches
     return _move_s(problem, edge, conversion.value) + _move_s(problem, edge, conversion.gradient)
 
 
@@ -69,7 +69,7 @@ _SUMMED_LATER = Conversion(Move(WHOLE, WHOLE), Move(Partial(), WHOLE))
 def _move_s(problem: Problem, edge: Edge, move: Move) -> float:
     if move.kind == "nothing":
         return 0.0
-    time_s = collective_s(move.kind, edge.size_bytes, problem.num_ranks, problem.device.link)
+    time_s = collective_s(move.kind, edge.size_bytes, problem.num_ranks, problem.group.device.link)
     is_copied = move.kind != "all_reduce"
     return time_s + edge.size_bytes * _COPY_S_PER_BYTE * is_copied
 
@@ -119,8 +119,8 @@ class _Link:
 
 
 class _Writer:
-    def __init__(self, problem: Problem, memory_bytes: float, num_micro_batches: int) -> None:
-        self.problem, self.memory_bytes, self.num_micro_batches = problem, memory_bytes, num_micro_batches
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.memory_bytes = problem, problem.group.device.memory_bytes
         self.program = _Program()
         self.groups: dict[Hashable, list[Item]] = {}
         for item in problem.items:
@@ -193,7 +193,7 @@ class _Writer:
             self.program.row(terms | dict.fromkeys(variables, -1.0), 0.0, 0.0)
 
     def _pay(self, link: _Link, conversion: Conversion, flow: int, paid: dict[Conversion, int]) -> None:
-        time_s = conversion_s(self.problem, link.edge, conversion, self.num_micro_batches)
+        time_s = conversion_s(self.problem, link.edge, conversion)
         if not time_s:
             return
         if conversion not in paid:
@@ -207,22 +207,17 @@ def _needs(option: Option, place: int, edge: Edge) -> tuple[Placement, Placement
     return option.inputs[place], handed_back
 
 
-def solve(problem: Problem, *, memory_bytes: float = 0.0, num_micro_batches: int = 1) -> Solution:
+def solve(problem: Problem) -> Solution:
     """The best choice.
 
-    Args:
-        problem: Items and edges.
-        memory_bytes: What each rank may store of weights and what belongs to them; 0: no limit.
-        num_micro_batches: In a step; what is done once a step is shared by them.
-
     Raises:
-        PlanError: nothing fits; says by how much.
+        PlanError: the weights and what belongs to them do not fit the devices; says by how much.
     """
-    writer = _Writer(problem, memory_bytes, num_micro_batches)
+    writer = _Writer(problem)
     writer.write()
     values = writer.program.solve()
     if values is None:
-        raise PlanError(_does_not_fit(problem, memory_bytes))
+        raise PlanError(_does_not_fit(problem))
     options: list[Option] = []
     time_s = size_bytes = 0.0
     for item in problem.items:
@@ -230,20 +225,28 @@ def solve(problem: Problem, *, memory_bytes: float = 0.0, num_micro_batches: int
         options.append(item.options[place])
         time_s += item.times_s[place]
         size_bytes += item.sizes_bytes[place]
-    time_s += sum(_edge_s(problem, edge, options, num_micro_batches) for edge in problem.edges)
+    time_s += sum(_edge_s(problem, edge, options) for edge in problem.edges)
     return Solution(tuple(options), time_s, size_bytes)
 
 
-def _edge_s(problem: Problem, edge: Edge, options: list[Option], num_micro_batches: int) -> float:
+def _edge_s(problem: Problem, edge: Edge, options: list[Option]) -> float:
     made = options[edge.maker].outputs[edge.result]
     conversions = {conversion_of(edge, made, use, options[use.item]) for use in edge.uses}
-    return sum(conversion_s(problem, edge, c, num_micro_batches) for c in conversions if c is not None)
+    return sum(conversion_s(problem, edge, c) for c in conversions if c is not None)
 
 
-def _does_not_fit(problem: Problem, memory_bytes: float) -> str:
+def _does_not_fit(problem: Problem) -> str:
+    """How much is missing, by category; weights, gradients and the states of Adam are alike in size."""
     least = sum(min(item.sizes_bytes) for item in problem.items)
+    there = problem.group.device.memory_bytes
+    each = least / STATES
     return (
-        f"the weights, gradients and optimizer states of a split over {problem.num_ranks} ranks take at least "
-        f"{least / 2**30:.2f} GiB on each, {(least - memory_bytes) / 2**30:.2f} GiB more than the "
-        f"{memory_bytes / 2**30:.2f} GiB that a device has. Split over more devices."
+        f"a split over {problem.num_ranks} devices does not fit: each rank would hold {_gib(each)} of weights, "
+        f"{_gib(each)} of gradients and {_gib(2 * each)} of optimizer states (two moments), {_gib(least)} in all without "
+        f"activations, and a {problem.group.device.name} has {_gib(there)}: {_gib(least - there)} are missing. Split over "
+        "more devices."
     )
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

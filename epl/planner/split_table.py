@@ -6,24 +6,27 @@ from collections import Counter
 from collections.abc import Iterator
 
 from epl.cost.communication import bytes_sent
-from epl.planner.plan import SplitPlan
+from epl.ir.graph import Graph
+from epl.planner.plan import SplitPlan, StagePlan
 from epl.planner.split import SplitChoice
 from epl.planner.split_problem import Edge, Item
+from epl.planner.split_reference import megatron_bytes
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import Option
 
-__all__ = ["describe_split"]
+__all__ = ["describe_split", "mib"]
 
 
-def describe_split(stage: int, choice: SplitChoice) -> SplitPlan:
+def describe_split(graph: Graph, stage: StagePlan, choice: SplitChoice) -> SplitPlan:
     """The summary of a choice for the plan."""
+    megatron = megatron_bytes(graph, frozenset(stage.taskgraphs), choice.problem.num_ranks)
     sent = sum(
         _sent(choice, edge, conversion)
         for edge in choice.problem.edges
         for conversion in set(choice.conversions(edge))
         if not choice.sums_later(edge)
     )
-    return SplitPlan(stage, choice.solution.time_s, sent, _choices(choice), _communication(choice))
+    return SplitPlan(stage.index, choice.solution.time_s, sent, megatron, _choices(choice), _communication(choice))
 
 
 def _sent(choice: SplitChoice, edge: Edge, conversion: Conversion) -> float:
@@ -32,10 +35,16 @@ def _sent(choice: SplitChoice, edge: Edge, conversion: Conversion) -> float:
 
 
 def _choices(choice: SplitChoice) -> tuple[str, ...]:
-    """Operators that are cut, like ones together, in the order of the graph."""
+    """Operators that are cut, like ones together, in the order of the graph: those with weights, attention and losses.
+
+    What follows them as they leave it (views, activations, sums) is not told.
+    """
+    items = choice.problem.items
+    weighted = {use.item for edge in choice.problem.edges if items[edge.maker].kind == "stored" for use in edge.uses}
     lines: Counter[str] = Counter()
-    for item, option in zip(choice.problem.items, choice.solution.options, strict=True):
-        if item.kind == "op" and not option.is_whole:
+    for place, (item, option) in enumerate(zip(items, choice.solution.options, strict=True)):
+        tells = place in weighted or "attention" in item.label[-1] or "loss" in item.label[-1]
+        if item.kind == "op" and tells and not option.is_whole:
             lines[f"{_where(item)}: {_option_text(option)}"] += 1
     return tuple(f"{count} x {line}" for line, count in lines.items())
 
@@ -55,14 +64,19 @@ def _communication(choice: SplitChoice) -> tuple[str, ...]:
 
 
 def _travels(choice: SplitChoice, edge: Edge) -> Iterator[str]:
-    maker = f"{_where(choice.problem.items[edge.maker])}, {edge.size_bytes:,} B"
+    maker = f"{_where(choice.problem.items[edge.maker])}, {mib(edge.size_bytes)}"
     if choice.sums_later(edge):
         yield f"all_reduce of the gradient of {maker}, once a step"
         return
     for conversion in dict.fromkeys(choice.conversions(edge)):
         for move, of in ((conversion.value, ""), (conversion.gradient, "the gradient of ")):
             if sent := bytes_sent(move.kind, edge.size_bytes, choice.problem.num_ranks):
-                yield f"{move.kind} of {of}{maker} ({_arrow(move)}): {sent:,.0f} B sent by each rank"
+                yield f"{move.kind} of {of}{maker} ({_arrow(move)}): each rank sends {mib(sent)}"
+
+
+def mib(size_bytes: float) -> str:
+    """Bytes in MiB, so that sums can be compared: ``1,568.0 MiB``."""
+    return f"{size_bytes / 2**20:,.1f} MiB" if size_bytes >= 2**18 else f"{size_bytes:,.0f} B"
 
 
 def _arrow(move: Move) -> str:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from epl.planner.plan import EdgePlan, Plan, StagePlan
+from epl.planner.plan import EdgePlan, ParameterPlan, Plan, SplitPlan, StagePlan
+from epl.planner.split_table import mib
 
 __all__ = ["plan_table", "size_text"]
 
 
 def plan_table(plan: Plan) -> str:
     """The plan as text: a head line, one line a stage, what crosses between them, and notes."""
-    rows = [("stage", "kind", "ranks, by replica", "parameters", "weights", "in flight", "receives per micro-batch")]
+    rows = [
+        ("stage", "kind", "ranks, by replica", "parameters", "weights on each", "in flight", "receives per micro-batch")
+    ]
     rows += [_row(plan, stage) for stage in plan.stages]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_head(plan)]
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+    lines += [f"  {line}" for split in plan.splits for line in _split(plan, split)]
     lines += [f"  {line}" for line in (*_tied(plan), *plan.notes)]
     return "\n".join(lines)
 
 
 def _head(plan: Plan) -> str:
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
-    parts = [f"{plan.num_replicas} replica{'s' if plan.num_replicas > 1 else ''} of {plan.num_stages} stages"]
+    counted = [(plan.num_replicas, "replica"), (plan.num_stages, "stage")]
+    parts = [" of ".join(f"{count} {noun}{'s' if count > 1 else ''}" for count, noun in counted)]
     parts += [micro, f"schedule {plan.schedule}"]
     if plan.num_stages > 1:
         parts.append(f"bubble {plan.bubble:.0%}")
@@ -32,7 +37,7 @@ def _head(plan: Plan) -> str:
 def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
     held = [entry for entry in plan.parameters if stage.index in entry.stages and entry.kind == "parameter"]
     count = sum(_count(entry.shape) for entry in held)
-    size = sum(_count(entry.shape) * _itemsize(entry.dtype) for entry in held)
+    size = sum(_count(entry.shape) * _itemsize(entry.dtype) / _parts(stage, entry) for entry in held)
     ranks = " ".join("{" + ",".join(map(str, replica)) + "}" for replica in stage.ranks)
     in_flight = plan.peak_in_flight[stage.index] if plan.peak_in_flight else 0
     kind = f"{stage.kind}({stage.device_count})"
@@ -47,6 +52,10 @@ def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
     )
 
 
+def _parts(stage: StagePlan, entry: ParameterPlan) -> int:
+    return 1 if entry.placement == "R" else stage.device_count
+
+
 def _receives(plan: Plan, stage: StagePlan) -> str:
     edges = [edge for edge in plan.edges if edge.target == stage.index]
     sources = sorted({edge.source for edge in edges})
@@ -57,6 +66,17 @@ def _listed(edges: list[EdgePlan]) -> str:
     shown = ", ".join(f"{edge.value} {edge.type}" for edge in edges[:2])
     more = f" and {len(edges) - 2} more" if len(edges) > 2 else ""
     return f"{shown}{more} = {size_text(sum(edge.size_bytes for edge in edges))}"
+
+
+def _split(plan: Plan, split: SplitPlan) -> list[str]:
+    """How a split stage shares out its work, and what it sends beside a plan by hand."""
+    stage = plan.stages[split.stage]
+    head = (
+        f"split of stage {stage.index} over {stage.device_count} devices: for each micro-batch a rank sends "
+        f"{mib(split.sent_bytes)} (as Megatron cuts by hand: {mib(split.megatron_bytes)}), estimated time "
+        f"{split.time_s * 1e3:.3g} ms"
+    )
+    return [head, *(f"  {line}" for line in (*split.choices, *split.communication))]
 
 
 def _tied(plan: Plan) -> list[str]:
@@ -79,7 +99,7 @@ def _itemsize(dtype: str) -> int:
     return max(1, int(bits) // 8) if bits else 1
 
 
-def size_text(size_bytes: int) -> str:
+def size_text(size_bytes: float) -> str:
     """Bytes in a unit that a person reads: ``1.5 MiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -19,6 +19,7 @@ from epl.ir.types import ListType
 from epl.planner.make import is_split, stage_of_tasks
 from epl.planner.plan import Plan
 from epl.planner.split import choose_split
+from epl.planner.split_problem import SplitGroup
 from epl.program.codegen import StageCode, generate_code
 from epl.program.instructions import (
     Backward,
@@ -90,14 +91,12 @@ def _shard(graph: Graph, plan: Plan, stage: int, ops: tuple[Op, ...], position: 
     choice = choose_split(
         graph,
         frozenset(place.taskgraphs),
-        place.device_count,
-        device_model(plan.device_kind),
+        SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
         pins={
             leaf.name: parse_placement(stored[leaf.path])
             for leaf in (*graph.parameters, *graph.buffers)
             if leaf.path in stored
         },
-        num_micro_batches=plan.num_micro_batches,
     )
     return shard_stage(graph, choice, ops, position)
 

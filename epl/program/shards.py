@@ -151,7 +151,8 @@ class _Writer:
         target = f"form.{option.form}_{len(self.functions)}"
         inputs = tuple(_shape_of(self.graph.type_of(ref)) for _, ref in call.refs)
         outputs = tuple(static_shape(kind) for kind in call.results)
-        self.functions[target] = LocalForm(option.form, Cut(option.inputs, option.outputs, inputs, outputs))
+        dtypes = tuple(kind.dtype for kind in call.results)
+        self.functions[target] = LocalForm(option.form, Cut(option.inputs, option.outputs, inputs, outputs, dtypes))
         given = _arguments(op, call)
         return replace(op, target=target, args=(), kwargs=tuple(given.items()))
 

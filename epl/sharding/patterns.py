@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import gcd, lcm
 
+from epl.sharding.forms import PLACED
 from epl.sharding.options import Option
 from epl.sharding.placements import Placement, Shard
 
@@ -128,7 +129,7 @@ class Patterns:
             seen.add((id(found), stretches))
             if stretches.denominator != 1 or (shard.num_units(size) or 0) % (int(stretches) * found.atoms):
                 return None
-            if found.atoms < self._num_ranks or (option.form and stretches != 1):
+            if found.atoms < self._num_ranks or (option.form in PLACED and stretches != 1):
                 return None
         if len(seen) > 1:
             return None

@@ -89,7 +89,9 @@ def call_on_shards(sample: Sample, option: Option, ranks: ThreadRank) -> Any:
 def cut_of(sample: Sample, option: Option) -> Cut:
     """How a form sees the option."""
     shapes = tuple(tuple(tensor.shape) for tensor in sample.tensors)
-    return Cut(option.inputs, option.outputs, shapes, tuple(_sized(kind.shape) for kind in sample.call.results))
+    made = sample.call.results
+    sizes, dtypes = tuple(_sized(kind.shape) for kind in made), tuple(kind.dtype for kind in made)
+    return Cut(option.inputs, option.outputs, shapes, sizes, dtypes)
 
 
 def _parts(tensor: torch.Tensor, place: Placement, size: int) -> list[torch.Tensor]:

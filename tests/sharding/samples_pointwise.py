@@ -124,6 +124,7 @@ def _odd() -> Iterator[Sample]:
     yield case("to.dtype", whole(9, 5, 4), torch.float64)
     yield case("to.dtype_layout", real(5, 4), dtype=torch.float32, device="cpu")
     yield case("type_as", real(5, 4), const(3))
+    yield case("type_as", real(5, 4), real(5, 4))
     yield case("to.other", real(5, 4), const(3, 7, 2))
     yield case("prelu", real(5, 4, 3), real(4))
     yield case("prelu", real(5, 4), real(1))

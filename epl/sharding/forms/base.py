@@ -23,12 +23,18 @@ class Cut:
         outputs: What each result comes out as.
         input_shapes: Shapes of the whole arguments.
         output_shapes: Shapes of the whole results.
+        output_dtypes: Element types of the results; empty: those of the arguments. Inside autocast they may differ.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     input_shapes: tuple[tuple[int, ...], ...]
     output_shapes: tuple[tuple[int, ...], ...]
+    output_dtypes: tuple[torch.dtype, ...] = ()
+
+    def typed(self, made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """A result, computed in some longer type, in the type that it is to have."""
+        return made.to(self.output_dtypes[0] if self.output_dtypes else given.dtype)
 
 
 Form = Callable[..., Any]

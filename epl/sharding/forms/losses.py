@@ -60,8 +60,9 @@ def _class_mean(target: str) -> Form:
         aim = arguments["target"]
         if aim.is_floating_point():  # probabilities: every place counts
             return total / (prod(cut.input_shapes[0]) // cut.input_shapes[0][min(1, aim.dim() - 1)])
-        weights = _weights(aim, arguments["weight"], arguments["ignore_index"], total.dtype)
-        return total / ranks.all_reduce(weights.sum())
+        # a short type does not count far
+        weights = _weights(aim, arguments["weight"], arguments["ignore_index"], widened(total).dtype)
+        return (total / ranks.all_reduce(weights.sum())).to(total.dtype)
 
     return form
 
@@ -82,7 +83,9 @@ def cross_entropy_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, *
     logits = widened(self).movedim(dim, -1)
     own_weight = None
     if smoothing:
-        own_weight = logits.new_ones(logits.shape[-1]) if weight is None else weight.narrow(0, start, logits.shape[-1])
+        own_weight = logits.new_ones(logits.shape[-1])
+        if weight is not None:
+            own_weight *= weight.narrow(0, start, logits.shape[-1])
     kept = target != ignored
     counts = _weights(target, weight, ignored, logits.dtype)
     picked, smooth = _LogProbabilities.apply(logits, target.masked_fill(~kept, 0) - start, own_weight, ranks)
@@ -90,18 +93,19 @@ def cross_entropy_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, *
     if smoothing:
         spread = smooth.masked_fill(~kept, 0)
         losses = (1 - smoothing) * losses + smoothing / cut.input_shapes[0][dim] * spread
-    return _reduce(losses, counts, reduction).to(self.dtype)
+    return cut.typed(_reduce(losses, counts, reduction), self)
 
 
 def nll_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """The loss of log-probabilities of which each rank has some classes: a summand, 0 where the target is elsewhere."""
     target, ignored = arguments["target"], arguments["ignore_index"]
     dim, start = first_of(ranks, cut)
-    counts = _weights(target, arguments["weight"], ignored, self.dtype)
+    values = widened(self)
+    counts = _weights(target, arguments["weight"], ignored, values.dtype)
     place = target - start
     own = (place >= 0) & (place < self.shape[dim]) & (target != ignored)
-    picked = self.gather(dim, place.masked_fill(~own, 0).unsqueeze(dim)).squeeze(dim)
-    return _reduce(-picked.masked_fill(~own, 0) * counts, counts, arguments["reduction"])
+    picked = values.gather(dim, place.masked_fill(~own, 0).unsqueeze(dim)).squeeze(dim)
+    return cut.typed(_reduce(-picked.masked_fill(~own, 0) * counts, counts, arguments["reduction"]), self)
 
 
 def _reduce(losses: torch.Tensor, counts: torch.Tensor, reduction: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ def batch_norm(
     weight, bias = arguments["weight"], arguments["bias"]
     shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
     made = made if weight is None else made * weight.view(shape)
-    return (made if bias is None else made + bias.view(shape)).to(input.dtype)
+    return cut.typed(made if bias is None else made + bias.view(shape), input)
 
 
 def _keep(kept: torch.Tensor | None, seen: torch.Tensor, momentum: float) -> None:
@@ -50,7 +50,7 @@ def softmax(
     """Softmax along the cut dimension."""
     given = self if dtype is None else self.to(dtype)
     powers = _below_highest(ranks, given, dim).exp()
-    return (powers / sum_over_ranks(ranks, powers.sum(dim, keepdim=True))).to(given.dtype)
+    return cut.typed(powers / sum_over_ranks(ranks, powers.sum(dim, keepdim=True)), given)
 
 
 def log_softmax(
@@ -59,7 +59,7 @@ def log_softmax(
     """Its logarithm, which is exact where the softmax itself is too small for a number."""
     given = self if dtype is None else self.to(dtype)
     lower = _below_highest(ranks, given, dim)
-    return (lower - sum_over_ranks(ranks, lower.exp().sum(dim, keepdim=True)).log()).to(given.dtype)
+    return cut.typed(lower - sum_over_ranks(ranks, lower.exp().sum(dim, keepdim=True)).log(), given)
 
 
 def _below_highest(ranks: Collectives, tensor: torch.Tensor, dim: int) -> torch.Tensor:

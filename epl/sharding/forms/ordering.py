@@ -100,7 +100,7 @@ def logsumexp(ranks: Collectives, cut: Cut, *, self: torch.Tensor, dim: Any, **_
     """The logarithm of the sum of all ranks' exponentials."""
     dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     found = _LogSum.apply(widened(self), dims or tuple(range(self.dim())), ranks)
-    return found.reshape(cut.output_shapes[0]).to(self.dtype)  # type: ignore[union-attr]
+    return cut.typed(found.reshape(cut.output_shapes[0]), self)  # type: ignore[union-attr]
 
 
 class _LogSum(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from epl.sharding.discovery import discover
 from epl.sharding.options import Call, Option, Rule, is_possible, whole_option
 from epl.sharding.rules import (
     attention,
@@ -19,7 +20,7 @@ from epl.sharding.rules import (
     views,
 )
 
-__all__ = ["RULES", "options_of"]
+__all__ = ["RULES", "is_discovered", "options_of"]
 
 _FAMILIES = (
     pointwise,
@@ -44,6 +45,15 @@ assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "an operato
 def options_of(call: Call) -> tuple[Option, ...]:
     """All ways to run a call on shards, the whole one first; shapes that are not known allow that one only."""
     found = dict.fromkeys([whole_option(call)])
-    if call.op.target in RULES and call.is_static:
+    if not call.is_static:
+        return tuple(found)
+    if not is_discovered(call.op.target):
         found.update(dict.fromkeys(option for option in RULES[call.op.target](call) if is_possible(call, option)))
+    elif any(kind.is_differentiable for kind in call.results):
+        found.update(dict.fromkeys(discover(call)))
     return tuple(found)
+
+
+def is_discovered(target: str) -> bool:
+    """True if no rule says what an operator allows, so that it is tried out, or runs whole."""
+    return target not in RULES

@@ -85,9 +85,12 @@ def filling(call: Call) -> Iterator[Option]:
 
 
 def retyping(call: Call) -> Iterator[Option]:
-    """``type_as`` and ``to.other``: the other tensor, of any shape, only lends its type."""
+    """``type_as`` and ``to.other``: the other tensor, of any shape and cut like the one or not, only lends its type."""
     yield from broadcast_cuts(call, ["self"])
     yield from linear_in(call, "self")
+    if call.shape("other") == call.shape("self"):
+        yield from broadcast_cuts(call)
+        yield from linear_in(call, "self", "other")
 
 
 def channelwise(call: Call) -> Iterator[Option]:

@@ -1,0 +1,131 @@
+"""Discovery: the options of an operator without a rule, found by running it on shards of random inputs.
+
+A user's own operator has no rule, and none has to be written: what it allows shows when it is tried. A call gets a small
+stand-in (:mod:`epl.sharding.stand_ins`), in float64 on the CPU, which is cut in every way (:mod:`epl.sharding.trials`).
+
+Why not read the operator's code: a kernel has none that says which dimensions it mixes. Not tried are operators that draw
+random numbers, change their arguments, or do not run on a CPU in float64; they run whole, as every operator may.
+
+What is found is kept in files, by the text of the stand-in, in ``EPL_CACHE_DIR`` or else ``~/.cache/epl/discovery``. A
+file does not know the operator's code: who changes which dimensions an operator mixes empties the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from epl.ir.graph import refs_in
+from epl.ir.types import ListType
+from epl.sharding.options import Call, Option, is_possible
+from epl.sharding.placements import Shard, parse_placement
+from epl.sharding.stand_ins import StandIn, operator_of, shape_class, sized, stand_ins
+from epl.sharding.trials import options_by_trial
+
+__all__ = ["discover", "shape_class"]
+
+_FORMAT = 1  # of a cache file; a higher one makes all older files stale
+
+
+def discover(call: Call) -> tuple[Option, ...]:
+    """The ways to run a call on shards, without the whole one, that hold where they are tried.
+
+    Args:
+        call: A call of any operator; its results need not be tensors.
+
+    Returns:
+        The options; none for an operator that cannot be tried.
+    """
+    if not _can_be_tried(call):
+        return ()
+    folder = _folder()
+    for stand_in in stand_ins(call):
+        entry = _read(folder, stand_in)
+        if entry is None:
+            entry = _Entry(options_by_trial(stand_in))
+            _write(folder, stand_in, entry)
+        if entry.options is not None:
+            return tuple(option for option in entry.options if _is_for(call, option))
+    return ()
+
+
+def _is_for(call: Call, option: Option) -> bool:
+    """True if an option of the stand-in is one of the call."""
+    return is_possible(call, option) and (not option.sizes or call[option.sizes] == sized(call.results[0]))
+
+
+def _can_be_tried(call: Call) -> bool:
+    """A deterministic operator from tensors to tensors, all of them of known shapes."""
+    if call.op.target.startswith(("python.", "function.")) or call.op.random is not None or not call.refs:
+        return False
+    if {ref for argument in call.arguments.values() for ref in refs_in(argument)} != {ref for _, ref in call.refs}:
+        return False  # a number that is known at run time only
+    operator = operator_of(call.op.target)
+    schema, items = operator._schema, call.op.type.items if isinstance(call.op.type, ListType) else (call.op.type,)
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in operator.tags:
+        return False
+    return call.is_static and len(call.results) == len(items) > 0
+
+
+class _Entry(NamedTuple):
+    """What was found for a stand-in; None: it does not run."""
+
+    options: tuple[Option, ...] | None
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("EPL_CACHE_DIR") or os.path.expanduser("~/.cache/epl/discovery"))
+
+
+def _file(folder: Path, stand_in: StandIn) -> Path:
+    return folder / f"{hashlib.sha256(str(stand_in).encode()).hexdigest()[:32]}.json"
+
+
+def _heading(stand_in: StandIn) -> dict[str, Any]:
+    """What a file must say to be of use."""
+    return {"format": _FORMAT, "torch": torch.__version__, "call": str(stand_in)}
+
+
+def _read(folder: Path, stand_in: StandIn) -> _Entry | None:
+    """What was found before; None if nothing was, or if it cannot be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # whatever the file holds
+        content = json.loads(_file(folder, stand_in).read_text())
+        if content | _heading(stand_in) == content:
+            options = content["options"]
+            return _Entry(None if options is None else tuple(_parsed(option, stand_in) for option in options))
+    return None
+
+
+def _parsed(option: Mapping[str, Any], stand_in: StandIn) -> Option:
+    inputs, outputs = (tuple(map(parse_placement, option[side])) for side in ("inputs", "outputs"))
+    ranks = [len(each) for each in (*(kind.shape for kind in stand_in.kinds), *stand_in.results)]
+    for place, rank in zip((*inputs, *outputs), ranks, strict=True):
+        if isinstance(place, Shard) and place.dim >= rank:
+            raise ValueError(f"{place} of {rank} dimensions")
+    if len(inputs) != len(stand_in.kinds) or option["sizes"] not in ("", *dict(stand_in.arguments)):
+        raise ValueError("options of another call")
+    return Option(inputs, outputs, sizes=option["sizes"])
+
+
+def _write(folder: Path, stand_in: StandIn, entry: _Entry) -> None:
+    """Keep what was found; without a folder to write to, it will have to be found again."""
+    options = None if entry.options is None else list(map(_written, entry.options))
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # by a rename, so that ranks that look for the same see nothing or all of it
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
+            json.dump(_heading(stand_in) | {"options": options}, file, indent=1)
+        os.replace(file.name, _file(folder, stand_in))
+
+
+def _written(option: Option) -> dict[str, Any]:
+    inputs, outputs = (list(map(str, side)) for side in (option.inputs, option.outputs))
+    return {"inputs": inputs, "outputs": outputs, "sizes": option.sizes}

@@ -1,0 +1,309 @@
+"""Trials: an operator run on shards of random numbers, and what they make compared with what the whole makes.
+
+Arguments are cut in all combinations, and for each the placements of the results are read off: cut where the parts put
+together are the whole, summands where their sum is. Gradients are compared by the law of :mod:`epl.sharding.options`. What
+holds for 2 and for 3 ranks, on two different draws, is an option.
+
+Source: the combinations are those of easydist (Alibaba, 2023: ShardCombine), with the gradients compared as well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product, zip_longest
+from typing import NamedTuple
+
+import torch
+
+from epl.ir.graph import Argument
+from epl.ir.types import TensorType
+from epl.sharding.options import PARTIAL, WHOLE, Option, gradient_expected, gradient_handed_back
+from epl.sharding.placements import Partial, Placement, Replicated, Shard, join_shards, local_shape, take_shard
+from epl.sharding.stand_ins import StandIn, operator_of, sized
+
+__all__ = ["options_by_trial"]
+
+_MAX_TRIALS = 2000
+_MAX_TENSORS = 4  # arguments that are cut in all combinations; more are cut alike
+_NUM_RANKS = (2, 3)
+_TOLERANCE = 1e-9  # relative, of float64
+_SEED = 20
+
+
+class _Run(NamedTuple):
+    """What comes of one call: results, and gradients of the arguments that may have one."""
+
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+
+class _Draw(NamedTuple):
+    """Random arguments, random gradients of the results, and what the whole call makes of them."""
+
+    tensors: list[torch.Tensor]
+    upstream: list[torch.Tensor]
+    whole: _Run
+
+
+def options_by_trial(stand_in: StandIn) -> tuple[Option, ...] | None:
+    """The options that hold for a stand-in; None if it does not run."""
+    with _undisturbed():
+        draws = _draws(stand_in)
+        if not draws:
+            return None
+        found: dict[Option, None] = {}
+        for inputs in _combinations(stand_in)[:_MAX_TRIALS]:
+            for option in _proposals(stand_in, draws[0], inputs):
+                if all(_holds(stand_in, draw, option, size) for size in _NUM_RANKS for draw in draws):
+                    found[option] = None
+        return tuple(found)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Gradients on, the random numbers of the program as they were, and no warnings of calls that nobody wrote."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _draws(stand_in: StandIn) -> list[_Draw]:
+    """Draws on which the call runs, gives the same when it is run again, and gives numbers; none if one is missing.
+
+    Where truth values or whole numbers are mixed, by ``any`` or ``max``, parts often agree by chance: there are more draws.
+    """
+    smallest = min((size for kind in stand_in.kinds for size in sized(kind) if size > 1), default=2)
+    ways = _WAYS if all(kind.is_differentiable for kind in stand_in.kinds) else _WAYS_WITH_INTEGERS
+    generator = torch.Generator().manual_seed(_SEED)
+    draws = []
+    for way in ways:
+        tries = (_draw(stand_in, generator, each) for each in way.easier(smallest))
+        draws.append(next((draw for draw in tries if draw is not None), None))
+    return [draw for draw in draws if draw is not None] if None not in draws else []
+
+
+class _Way(NamedTuple):
+    """How numbers are drawn.
+
+    Args:
+        centre: Real numbers are around it; None: between 0 and 1.
+        high: Whole numbers are below it.
+        share: How many truth values are true, and how many whole numbers may be other than 0.
+    """
+
+    centre: float | None
+    high: int
+    share: float
+
+    def easier(self, smallest: int) -> Iterator[_Way]:
+        """This way, and others that more operators allow; no whole number is larger than all sizes."""
+        for centre in dict.fromkeys((self.centre, None)):
+            yield from (_Way(centre, high, self.share) for high in dict.fromkeys((min(self.high, smallest), 2)))
+
+
+_ANY = 1 << 30
+_WAYS = (_Way(None, _ANY, 0.5), _Way(0.0, 2, 0.5), _Way(-1.5, 2, 0.5), _Way(1.5, 2, 0.5))
+_WAYS_WITH_INTEGERS = (*_WAYS, *(_Way(0.0, high, share) for high in (2, _ANY) for share in (0.1, 0.2, 0.5, 0.8, 0.9)))
+
+
+def _draw(stand_in: StandIn, generator: torch.Generator, way: _Way) -> _Draw | None:
+    tensors = [_random(kind, generator, way) for kind in stand_in.kinds]
+    given = [tensor.clone() for tensor in tensors]
+    try:
+        results = stand_in.run(given)
+        upstream = [torch.rand(each.shape, generator=generator, dtype=torch.float64) + 0.1 for each in results]
+        whole, again = (_run(stand_in, tensors, upstream) for _ in range(2))
+    except Exception:  # whatever an operator raises of arguments that it is not made for
+        return None
+    is_sound = (
+        _fits(stand_in, results)
+        and all(map(torch.equal, given, tensors))
+        and not _shares_unsaid(stand_in, given, results)
+        and _same(results, whole.results)
+        and _same(again.results, whole.results)
+        and not any(result.isnan().any() for result in whole.results)
+        and all(gradient is None or bool(gradient.isfinite().all()) for gradient in whole.gradients)
+    )
+    return _Draw(tensors, upstream, whole) if is_sound else None
+
+
+def _random(kind: TensorType, generator: torch.Generator, way: _Way) -> torch.Tensor:
+    shape = sized(kind)
+    if not kind.is_differentiable:
+        is_set = torch.rand(shape, generator=generator) < way.share
+        number = 1 if kind.dtype == torch.bool else torch.randint(way.high, shape, generator=generator)
+        return (is_set * number).to(kind.dtype)
+    if way.centre is not None:
+        return torch.randn(shape, generator=generator, dtype=kind.dtype) + way.centre
+    return torch.rand(shape, generator=generator, dtype=kind.dtype) * 0.9 + 0.05
+
+
+def _fits(stand_in: StandIn, results: list[torch.Tensor]) -> bool:
+    """The results are of the shapes that a call of this class has."""
+    return len(results) == len(stand_in.results) and all(
+        isinstance(result, torch.Tensor)
+        and result.dim() == len(shape)
+        and all(size in (None, own) for size, own in zip(shape, result.shape, strict=True))
+        for result, shape in zip(results, stand_in.results, strict=True)
+    )
+
+
+def _shares_unsaid(stand_in: StandIn, given: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """True if a result lies in an argument's memory though the schema does not say so."""
+    if any(each.alias_info is not None for each in operator_of(stand_in.target)._schema.returns):
+        return False
+    memory = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.numel()}
+    return any(result.untyped_storage().data_ptr() in memory for result in results)
+
+
+def _run(
+    stand_in: StandIn,
+    tensors: Sequence[torch.Tensor],
+    upstream: Sequence[torch.Tensor],
+    changed: Mapping[str, Argument] | None = None,
+) -> _Run:
+    """The call, forward and backward."""
+    may_have = [stand_in.grad and kind.is_differentiable for kind in stand_in.kinds]
+    leaves = [
+        tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(may)
+        for tensor, may in zip(tensors, may_have, strict=True)
+    ]
+    results = stand_in.run(leaves, changed)
+    ends = [(result, up.to(result.dtype)) for result, up in zip(results, upstream, strict=True) if result.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    made: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    if ends and wanted:
+        made = torch.autograd.grad([end for end, _ in ends], wanted, [up for _, up in ends], allow_unused=True)
+    left = iter(made)
+    gradients = [_filled(next(left), leaf) if leaf.requires_grad else None for leaf in leaves]
+    return _Run([result.detach() for result in results], gradients)
+
+
+def _filled(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def _combinations(stand_in: StandIn) -> list[tuple[Placement, ...]]:
+    """What the arguments may be used as, simple combinations first; all that is cut is of one size."""
+    found: dict[tuple[Placement, ...], None] = {}
+    for size in sorted({size for kind in stand_in.kinds for size in sized(kind)} | {1}):
+        cuts = [
+            [Shard(dim) for dim, own in enumerate(sized(k)) if own == size >= max(_NUM_RANKS)] for k in stand_in.kinds
+        ]
+        if len(cuts) <= _MAX_TENSORS:
+            sums = [[PARTIAL] * kind.is_differentiable for kind in stand_in.kinds]
+            found.update(dict.fromkeys(product(*([WHOLE, *cut, *add] for cut, add in zip(cuts, sums, strict=True)))))
+            continue
+        found.update(dict.fromkeys(zip_longest(*cuts, fillvalue=WHOLE)))
+        found[tuple(cut[-1] if cut else WHOLE for cut in cuts)] = None
+        found[tuple(PARTIAL if kind.is_differentiable else WHOLE for kind in stand_in.kinds)] = None
+    return sorted((each for each in found if any(place != WHOLE for place in each)), key=_effort)
+
+
+def _effort(inputs: tuple[Placement, ...]) -> tuple[int, int]:
+    num_cut = sum(isinstance(place, Shard) for place in inputs)
+    num_sums = sum(isinstance(place, Partial) for place in inputs)
+    return (num_sums if num_cut else 0), num_cut + num_sums
+
+
+def _proposals(stand_in: StandIn, draw: _Draw, inputs: tuple[Placement, ...]) -> Iterator[Option]:
+    """Options with results that fit, forward on two ranks."""
+    placed = zip(stand_in.kinds, inputs, strict=True)
+    size = next((kind.shape[place.dim] for kind, place in placed if isinstance(place, Shard)), None)
+    for sizes, asked in _asked(stand_in, draw, size):
+        changed = [_with_sizes(sizes, asked, draw, 2, rank) for rank in range(2)]
+        parts = [_parts(tensor, place, 2) for tensor, place in zip(draw.tensors, inputs, strict=True)]
+        try:
+            with torch.no_grad():
+                made = [stand_in.run([part[rank].contiguous() for part in parts], changed[rank]) for rank in range(2)]
+        except Exception:
+            continue  # not a way to call it
+        for outputs in product(
+            *(_fitting(list(results), whole, size) for *results, whole in zip(*made, draw.whole.results, strict=True))
+        ):
+            if any(place != WHOLE for place in outputs) and asked in (None, *outputs):
+                yield Option(inputs, outputs, sizes=sizes)
+
+
+def _asked(stand_in: StandIn, draw: _Draw, size: int | None) -> Iterator[tuple[str, Shard | None]]:
+    """The call as it is; then with the shape of a part, where an argument holds the shape of the only result."""
+    yield "", None
+    shape = tuple(draw.whole.results[0].shape)
+    for name, argument in stand_in.arguments:
+        if shape and argument == shape and len(stand_in.results) == 1:
+            yield from ((name, Shard(dim)) for dim, own in enumerate(shape) if own == size)
+
+
+def _with_sizes(name: str, place: Placement | None, draw: _Draw, num_ranks: int, rank: int) -> dict[str, Argument]:
+    return {name: local_shape(draw.whole.results[0].shape, place, num_ranks, rank)} if name and place else {}
+
+
+def _fitting(parts: list[torch.Tensor], whole: torch.Tensor, size: int | None) -> list[Placement]:
+    """As what a result may come out, given what the ranks made of it; parts rather than sums rather than the whole."""
+    shards = [Shard(dim) for dim, own in enumerate(whole.shape) if own == size]
+    fitting: list[Placement] = [place for place in shards if _joins(parts, place, whole)]
+    others: list[Placement] = [PARTIAL, WHOLE]
+    return fitting or [place for place in others if _joins(parts, place, whole)][:1]
+
+
+def _holds(stand_in: StandIn, draw: _Draw, option: Option, num_ranks: int) -> bool:
+    """True if the ranks together make the results and the gradients of the whole call."""
+    parts = [_parts(tensor, place, num_ranks) for tensor, place in zip(draw.tensors, option.inputs, strict=True)]
+    runs = []
+    for rank in range(num_ranks):
+        laws = zip(draw.upstream, map(gradient_expected, option.outputs), strict=True)
+        upstream = [take_shard(gradient, law, num_ranks, rank) for gradient, law in laws]
+        changed = _with_sizes(option.sizes, option.outputs[0], draw, num_ranks, rank)
+        try:
+            runs.append(_run(stand_in, [part[rank] for part in parts], upstream, changed))
+        except Exception:
+            return False
+    return all(
+        _joins([run.results[nth] for run in runs], option.outputs[nth], whole)
+        for nth, whole in enumerate(draw.whole.results)
+    ) and all(
+        _joins([_given(run.gradients[nth]) for run in runs], gradient_handed_back(option, nth), whole)
+        for nth, whole in enumerate(draw.whole.gradients)
+        if whole is not None
+    )
+
+
+def _given(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "ranks have gradients where the whole call has them"
+    return gradient
+
+
+def _parts(tensor: torch.Tensor, place: Placement, num_ranks: int) -> list[torch.Tensor]:
+    """What the ranks hold of an argument; summands are any that add up."""
+    if not isinstance(place, Partial):
+        return [take_shard(tensor, place, num_ranks, rank) for rank in range(num_ranks)]
+    generator = torch.Generator().manual_seed(_SEED + 2)
+    others = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(num_ranks - 1)]
+    return [tensor - torch.stack(others).sum(0), *others]
+
+
+def _joins(parts: list[torch.Tensor], place: Placement, whole: torch.Tensor) -> bool:
+    """True if the parts are of the shapes that they should have, and together the whole."""
+    shapes = [local_shape(whole.shape, place, len(parts), rank) for rank in range(len(parts))]
+    if any(part.dtype != whole.dtype or tuple(part.shape) != shape for part, shape in zip(parts, shapes, strict=True)):
+        return False
+    if isinstance(place, Replicated):
+        return all(_same([part], [whole]) for part in parts)
+    # summands of truth values, or of infinities, do not say what their sum is
+    if isinstance(place, Partial) and (whole.dtype.itemsize == 1 or not whole.isfinite().all()):
+        return False
+    return _same([join_shards(parts, place)], [whole])
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(_is_close(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if not expected.is_floating_point() and not expected.is_complex():
+        return torch.equal(found, expected)
+    # relative to the largest: differences of equal numbers are zeros only nearly
+    scale = expected.detach().abs().nan_to_num(0.0, 0.0).max().item() if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE * max(scale, 1e-3))
