@@ -23,7 +23,7 @@ LR = 1e-4
 
 def _options() -> argparse.ArgumentParser:
     parser = measure.options()
-    parser.add_argument("--strategy", choices=("dp", "pipeline"), default="dp")
+    parser.add_argument("--strategy", choices=("dp", "pipeline", "split"), default="dp")
     parser.add_argument("--schedule", default="PreferBackward")
     return parser
 
@@ -49,6 +49,8 @@ def main() -> None:
     baseline = measure.Baseline()
     if args.strategy == "pipeline":
         _annotate(model, meta)
+    elif args.strategy == "split":
+        epl.split(int(os.environ["WORLD_SIZE"]))(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine = epl.parallelize(model, optimizer, loss_fn=loss_fn)
 

@@ -296,7 +296,7 @@ def _add_leaf(build: _Builder, leaf: Parameter | Buffer | Constant, ways: list[P
             leaf.name,
             "stored",
             (_pattern(path),),
-            ("stored", _pattern(path), options),
+            ("stored", _block(path), options),
             options,
             (0.0,) * len(ways),
             sizes,
@@ -312,7 +312,7 @@ def _add_op(build: _Builder, call: Call, slots: Slots, options: Sequence[Option]
     place = build.count(op)
     group = (
         "op",
-        _pattern(op.module),
+        _block(op.module),
         place,
         op.target,
         tuple(options),
@@ -346,6 +346,11 @@ def _largest(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tu
 def _pattern(path: str) -> str:
     """``encoder.layer.7.output`` -> ``encoder.layer.*.output``: blocks that are repeated have one name."""
     return re.sub(r"\b\d+\b", "*", path)
+
+
+def _block(path: str) -> str:
+    """``blocks.7.0.weight`` -> ``blocks.*.0.weight``: blocks are alike, and the layers within one are not."""
+    return re.sub(r"\b\d+\b", "*", path, count=1)
 
 
 # -- edges --------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Notice that gradients were scaled stage by stage, which makes another update than one process would.
+"""Notice that gradients were scaled rank by rank, which makes another update than one process would.
 
-``torch.nn.utils.clip_grad_norm_`` in a loop of the user's (or of a trainer) sees the gradients of this rank's stage alone,
-and scales them by the norm of that stage: each stage by another factor, without a word. `Engine.clip_grad_norm_` takes the
-norm over all stages. Two elements of one gradient tell a factor from other changes, such as clipping by value.
+``torch.nn.utils.clip_grad_norm_`` in a loop of the user's (or of a trainer) sees what this rank holds of the gradients, a
+stage of a pipeline or a part of weights that are cut, and scales them by the norm of that: each rank by another factor,
+without a word. `Engine.clip_grad_norm_` takes the norm of the whole. Two elements of one gradient tell a factor from other changes, such as clipping by value.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class ScaleProbe:
 
     Args:
         world: The ranks.
-        num_stages: Of the pipeline; with one stage there is nothing to look for.
+        is_spread: True if ranks hold different weights; else there is nothing to look for.
     """
 
-    def __init__(self, world: World, num_stages: int) -> None:
-        self._world, self._num_stages = world, num_stages
+    def __init__(self, world: World, *, is_spread: bool) -> None:
+        self._world, self._is_spread = world, is_spread
         self._watched: tuple[torch.Tensor, torch.Tensor, list[float]] | None = None
         self._has_warned = False
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember a gradient as it is now."""
-        if self._num_stages == 1:
+        if not self._is_spread:
             return
         gradients = (p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse and p.grad.numel() > 1)
         gradient = next(gradients, None)
@@ -48,7 +48,7 @@ class ScaleProbe:
 
     def warn_if_scaled(self) -> None:
         """Warn on rank 0, once, if the gradients of some ranks were scaled by another factor than those of others."""
-        if self._num_stages == 1:
+        if not self._is_spread:
             return
         factors = [number for (number,) in self._world.gather_numbers([self._factor()]) if number > 0]
         apart = max(factors, default=0) - min(factors, default=0)
@@ -56,8 +56,8 @@ class ScaleProbe:
             self._has_warned = True
             each = ", ".join(f"{number / _UNIT:.3g}" for number in sorted(set(factors)))
             warnings.warn(
-                f"between backward and the step, gradients were scaled by another factor on each stage: {each}. If that "
-                "was torch.nn.utils.clip_grad_norm_, it saw the gradients of one stage at a time, and the update is not "
+                f"between backward and the step, gradients were scaled by another factor on each rank: {each}. If that "
+                "was torch.nn.utils.clip_grad_norm_, it saw what each rank holds by itself, and the update is not "
                 "that of one process: call engine.clip_grad_norm_(max_norm) instead (and give a Trainer of transformers "
                 "max_grad_norm=0).",
                 stacklevel=6,

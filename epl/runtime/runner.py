@@ -71,7 +71,7 @@ class Runner:
         self.groups = self._make_groups()
         self._collectives = self._make_collectives()
         self._channels = Channels(world, plan)
-        self.probe = ScaleProbe(world, plan.num_stages)
+        self.probe = ScaleProbe(world, is_spread=plan.num_stages > 1 or any(map(is_split, plan.stages)))
         self._parameters = dict(model.named_parameters())
         self._reduce(self._find_trainable())
         self._programs: dict[Any, Program] = {}

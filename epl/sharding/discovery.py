@@ -18,15 +18,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from epl.ir.graph import refs_in
-from epl.ir.types import ListType
+from epl.ir.types import ListType, TensorType
 from epl.sharding.options import Call, Option, is_possible
-from epl.sharding.placements import Shard, parse_placement
+from epl.sharding.placements import Placement, Shard, parse_placement
 from epl.sharding.stand_ins import StandIn, operator_of, shape_class, sized, stand_ins
 from epl.sharding.trials import options_by_trial
 
@@ -53,13 +54,28 @@ def discover(call: Call) -> tuple[Option, ...]:
             entry = _Entry(options_by_trial(stand_in))
             _write(folder, stand_in, entry)
         if entry.options is not None:
-            return tuple(option for option in entry.options if _is_for(call, option))
+            return tuple(option for option in (_real(call, each) for each in entry.options) if option is not None)
     return ()
 
 
-def _is_for(call: Call, option: Option) -> bool:
-    """True if an option of the stand-in is one of the call."""
-    return is_possible(call, option) and (not option.sizes or call[option.sizes] == sized(call.results[0]))
+def _real(call: Call, option: Option) -> Option | None:
+    """The option of the stand-in as one of the call, whose units may be longer; None if the call has no such option."""
+    kinds = [kind for name in dict.fromkeys(name for name, _ in call.refs) for kind in call.types(name)]
+    placed = list(zip((*kinds, *call.results), (*option.inputs, *option.outputs), strict=True))
+    cuts = [(sized(kind)[place.dim], place) for kind, place in placed if isinstance(place, Shard)]
+    count = next((size for size, place in cuts if place == Shard(place.dim)), 0)
+    if any(place.unit > 1 and not 2 <= 2 * count <= size for size, place in cuts):
+        return None
+
+    def scaled(kind: TensorType, place: Placement) -> Placement:
+        if not isinstance(place, Shard) or place.unit == 1:
+            return place
+        return replace(place, unit=sized(kind)[place.dim] // count)
+
+    places = tuple(scaled(kind, place) for kind, place in placed)
+    found = replace(option, inputs=places[: len(kinds)], outputs=places[len(kinds) :])
+    fits = not option.sizes or call[option.sizes] == sized(call.results[0])
+    return found if fits and is_possible(call, found) else None
 
 
 def _can_be_tried(call: Call) -> bool:

@@ -61,17 +61,18 @@ def operator_of(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
 
 
-def shape_class(call: Call, *, keep: int = 1) -> StandIn:
+def shape_class(call: Call, *, keep: int = 1, multiples: bool = False) -> StandIn:
     """The stand-in of a call: other sizes that are as different, and in the same order.
 
     Args:
         call: A call of known shapes.
         keep: Sizes up to this one stay what they are.
+        multiples: A size that is 2 to 4 times another stays so.
     """
     sizes = sorted({size for name, _ in call.refs for kind in call.types(name) for size in sized(kind)})
     kept = [size for size in sizes if size <= max(1, keep)]
     others = [size for size in sizes if size > max(1, keep)]
-    small = dict(zip(kept, kept, strict=True)) | dict(zip(others, _small_sizes(len(others)), strict=True))
+    small = dict(zip(kept, kept, strict=True)) | dict(zip(others, _small_sizes(others, multiples), strict=True))
     names = dict.fromkeys(name for name, _ in call.refs)
     kinds = [kind for name in names for kind in call.types(name)]
     largest_rank = max((len(kind.shape) for kind in (*kinds, *call.results)), default=0)
@@ -97,16 +98,30 @@ def shape_class(call: Call, *, keep: int = 1) -> StandIn:
     )
 
 
-def _small_sizes(count: int) -> list[int]:
-    return [*_SMALL_SIZES, *(_SMALL_SIZES[-1] + 4 * more for more in range(1, count))][:count]
+def _small_sizes(sizes: Sequence[int], multiples: bool) -> list[int]:
+    """Small numbers in the place of larger ones, which ascend."""
+    small: dict[int, int] = {}
+    for size in sizes:
+        last = max(small.values(), default=0)
+        following = next((number for number in _SMALL_SIZES if number > last), last + 4)
+        ratios = [(small[other], size // other) for other in small if size % other == 0 and size // other <= 4]
+        kept = [number * ratio for number, ratio in ratios if number * ratio > last]
+        small[size] = kept[-1] if multiples and kept else following
+    return list(small.values())
 
 
 def stand_ins(call: Call) -> Iterator[StandIn]:
-    """What is tried in turn until one runs: small sizes, those but for kernels and pairs, and real ones that are small."""
+    """What is tried in turn until one runs.
+
+    Small sizes; those with multiples, as of a gate beside its values; those but for kernels and pairs; and then the real
+    ones, if they are small.
+    """
     kinds = [kind for name in dict.fromkeys(name for name, _ in call.refs) for kind in call.types(name)]
     yield shape_class(call)
+    if shape_class(call) != shape_class(call, multiples=True):
+        yield shape_class(call, multiples=True)
     if any(size in (2, 3) for kind in kinds for size in sized(kind)):
-        yield shape_class(call, keep=3)
+        yield shape_class(call, keep=3, multiples=True)
     if sum(prod(sized(kind)) for kind in kinds) <= _SMALL_ELEMENTS:
         yield shape_class(call, keep=_SMALL_ELEMENTS)
 

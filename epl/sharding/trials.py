@@ -1,8 +1,9 @@
 """Trials: an operator run on shards of random numbers, and what they make compared with what the whole makes.
 
-Arguments are cut in all combinations, and for each the placements of the results are read off: cut where the parts put
-together are the whole, summands where their sum is. Gradients are compared by the law of :mod:`epl.sharding.options`. What
-holds for 2 and for 3 ranks, on two different draws, is an option.
+Arguments are cut in all combinations, also in units and in stretches where one's size is a multiple of another's, and for
+each the placements of the results are read off: cut where the parts put together are the whole, summands where their sum
+is. Gradients are compared by the law of :mod:`epl.sharding.options`. What holds for 2, for 3, and for a number of
+ranks that does not divide, on several draws, is an option.
 
 Source: the combinations are those of easydist (Alibaba, 2023: ShardCombine), with the gradients compared as well.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product, zip_longest
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class _Draw(NamedTuple):
     """Random arguments, random gradients of the results, and what the whole call makes of them."""
 
     tensors: list[torch.Tensor]
+    takes_grad: list[bool]
     upstream: list[torch.Tensor]
     whole: _Run
 
@@ -53,12 +55,28 @@ def options_by_trial(stand_in: StandIn) -> tuple[Option, ...] | None:
         draws = _draws(stand_in)
         if not draws:
             return None
-        found: dict[Option, None] = {}
-        for inputs in _combinations(stand_in)[:_MAX_TRIALS]:
-            for option in _proposals(stand_in, draws[0], inputs):
-                if all(_holds(stand_in, draw, option, size) for size in _NUM_RANKS for draw in draws):
-                    found[option] = None
-        return tuple(found)
+        proposals = (
+            option
+            for inputs in _combinations(stand_in, draws[0])[:_MAX_TRIALS]
+            for option in _proposals(stand_in, draws[0], inputs)
+        )
+        return tuple(option for option in dict.fromkeys(proposals) if _is_option(stand_in, draws, option))
+
+
+def _is_option(stand_in: StandIn, draws: Sequence[_Draw], option: Option) -> bool:
+    """True if it holds for every draw, on 2 and 3 ranks, and where one rank has a unit more than another."""
+    count = _num_units(draws[0].tensors, option.inputs)
+    # parts of m and of m + 1: not both are whole blocks, of whatever size, that the operator would keep together
+    uneven = next(size for size in range(2, count + 2) if count % size) if count else 2
+    sizes = dict.fromkeys((*_NUM_RANKS, uneven))
+    return all(_holds(stand_in, draw, option, size) for size in sizes for draw in draws)
+
+
+def _num_units(tensors: Sequence[torch.Tensor], inputs: Sequence[Placement]) -> int:
+    """In how many units the arguments are cut; 0 if none is."""
+    placed = zip(tensors, inputs, strict=True)
+    counts = (place.num_units(tensor.shape[place.dim]) for tensor, place in placed if isinstance(place, Shard))
+    return next(counts, 0) or 0
 
 
 @contextmanager
@@ -99,7 +117,7 @@ class _Way(NamedTuple):
 
     def easier(self, smallest: int) -> Iterator[_Way]:
         """This way, and others that more operators allow; no whole number is larger than all sizes."""
-        for centre in dict.fromkeys((self.centre, None)):
+        for centre in dict.fromkeys((self.centre, None, 5.0)):
             yield from (_Way(centre, high, self.share) for high in dict.fromkeys((min(self.high, smallest), 2)))
 
 
@@ -114,7 +132,8 @@ def _draw(stand_in: StandIn, generator: torch.Generator, way: _Way) -> _Draw | N
     try:
         results = stand_in.run(given)
         upstream = [torch.rand(each.shape, generator=generator, dtype=torch.float64) + 0.1 for each in results]
-        whole, again = (_run(stand_in, tensors, upstream) for _ in range(2))
+        takes_grad = _takes_grad(stand_in, tensors)
+        whole, again = (_run(stand_in, tensors, takes_grad, upstream) for _ in range(2))
     except Exception:  # whatever an operator raises of arguments that it is not made for
         return None
     is_sound = (
@@ -123,10 +142,10 @@ def _draw(stand_in: StandIn, generator: torch.Generator, way: _Way) -> _Draw | N
         and not _shares_unsaid(stand_in, given, results)
         and _same(results, whole.results)
         and _same(again.results, whole.results)
-        and not any(result.isnan().any() for result in whole.results)
+        and not any(result.numel() == 0 or result.isnan().any() for result in whole.results)  # these say nothing
         and all(gradient is None or bool(gradient.isfinite().all()) for gradient in whole.gradients)
     )
-    return _Draw(tensors, upstream, whole) if is_sound else None
+    return _Draw(tensors, takes_grad, upstream, whole) if is_sound else None
 
 
 def _random(kind: TensorType, generator: torch.Generator, way: _Way) -> torch.Tensor:
@@ -158,17 +177,29 @@ def _shares_unsaid(stand_in: StandIn, given: list[torch.Tensor], results: list[t
     return any(result.untyped_storage().data_ptr() in memory for result in results)
 
 
+def _takes_grad(stand_in: StandIn, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which arguments have a gradient. Where autograd refuses it, forward, no program has one either."""
+
+    def takes(place: int) -> bool:
+        given = [tensor.clone().requires_grad_(nth == place) for nth, tensor in enumerate(tensors)]
+        with suppress(RuntimeError):
+            return bool(stand_in.run(given))
+        return False
+
+    return [stand_in.grad and kind.is_differentiable and takes(place) for place, kind in enumerate(stand_in.kinds)]
+
+
 def _run(
     stand_in: StandIn,
     tensors: Sequence[torch.Tensor],
+    takes_grad: Sequence[bool],
     upstream: Sequence[torch.Tensor],
     changed: Mapping[str, Argument] | None = None,
 ) -> _Run:
     """The call, forward and backward."""
-    may_have = [stand_in.grad and kind.is_differentiable for kind in stand_in.kinds]
     leaves = [
-        tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(may)
-        for tensor, may in zip(tensors, may_have, strict=True)
+        tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(takes)
+        for tensor, takes in zip(tensors, takes_grad, strict=True)
     ]
     results = stand_in.run(leaves, changed)
     ends = [(result, up.to(result.dtype)) for result, up in zip(results, upstream, strict=True) if result.requires_grad]
@@ -185,65 +216,80 @@ def _filled(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
-def _combinations(stand_in: StandIn) -> list[tuple[Placement, ...]]:
-    """What the arguments may be used as, simple combinations first; all that is cut is of one size."""
-    found: dict[tuple[Placement, ...], None] = {}
-    for size in sorted({size for kind in stand_in.kinds for size in sized(kind)} | {1}):
-        cuts = [
-            [Shard(dim) for dim, own in enumerate(sized(k)) if own == size >= max(_NUM_RANKS)] for k in stand_in.kinds
-        ]
+def _combinations(stand_in: StandIn, draw: _Draw) -> list[tuple[Placement, ...]]:
+    """What the arguments may be used as, simple combinations first; all that is cut has the same number of units."""
+    shapes = [sized(kind) for kind in stand_in.kinds]
+    sums: list[list[Placement]] = [[PARTIAL] * kind.is_differentiable for kind in stand_in.kinds]
+    found: dict[tuple[Placement, ...], None] = {tuple(PARTIAL if add else WHOLE for add in sums): None}
+    counts = {size for shape in (*shapes, *(each.shape for each in draw.whole.results)) for size in shape}
+    for count in sorted(count for count in counts if count >= max(_NUM_RANKS)):
+        cuts = [list(_cuts(shape, count)) for shape in shapes]
         if len(cuts) <= _MAX_TENSORS:
-            sums = [[PARTIAL] * kind.is_differentiable for kind in stand_in.kinds]
             found.update(dict.fromkeys(product(*([WHOLE, *cut, *add] for cut, add in zip(cuts, sums, strict=True)))))
-            continue
-        found.update(dict.fromkeys(zip_longest(*cuts, fillvalue=WHOLE)))
-        found[tuple(cut[-1] if cut else WHOLE for cut in cuts)] = None
-        found[tuple(PARTIAL if kind.is_differentiable else WHOLE for kind in stand_in.kinds)] = None
+        else:
+            found.update(dict.fromkeys(zip_longest(*cuts, fillvalue=WHOLE)))
+            found[tuple(cut[-1] if cut else WHOLE for cut in cuts)] = None
+    if len(sums) <= _MAX_TENSORS:
+        found.update(dict.fromkeys(product(*([WHOLE, *add] for add in sums))))
     return sorted((each for each in found if any(place != WHOLE for place in each)), key=_effort)
 
 
-def _effort(inputs: tuple[Placement, ...]) -> tuple[int, int]:
+def _cuts(shape: Sequence[int], count: int) -> Iterator[Shard]:
+    """The ways to cut a shape in this many units: element by element, in longer ones, or in each of several stretches."""
+    for dim, size in enumerate(shape):
+        if size == count:
+            yield Shard(dim)
+        elif size > count and size % count == 0:
+            yield from (Shard(dim, unit=size // count), Shard(dim, repeats=size // count))
+
+
+def _is_plain(place: Placement) -> bool:
+    return isinstance(place, Shard) and place == Shard(place.dim)
+
+
+def _effort(inputs: tuple[Placement, ...]) -> tuple[int, int, int]:
     num_cut = sum(isinstance(place, Shard) for place in inputs)
     num_sums = sum(isinstance(place, Partial) for place in inputs)
-    return (num_sums if num_cut else 0), num_cut + num_sums
+    return num_cut - sum(map(_is_plain, inputs)), (num_sums if num_cut else 0), num_cut + num_sums
 
 
 def _proposals(stand_in: StandIn, draw: _Draw, inputs: tuple[Placement, ...]) -> Iterator[Option]:
     """Options with results that fit, forward on two ranks."""
-    placed = zip(stand_in.kinds, inputs, strict=True)
-    size = next((kind.shape[place.dim] for kind, place in placed if isinstance(place, Shard)), None)
-    for sizes, asked in _asked(stand_in, draw, size):
+    count = _num_units(draw.tensors, inputs)
+    parts = [_parts(tensor, place, 2) for tensor, place in zip(draw.tensors, inputs, strict=True)]
+    for sizes, asked in _asked(stand_in, draw, count):
         changed = [_with_sizes(sizes, asked, draw, 2, rank) for rank in range(2)]
-        parts = [_parts(tensor, place, 2) for tensor, place in zip(draw.tensors, inputs, strict=True)]
         try:
             with torch.no_grad():
                 made = [stand_in.run([part[rank].contiguous() for part in parts], changed[rank]) for rank in range(2)]
         except Exception:
             continue  # not a way to call it
-        for outputs in product(
-            *(_fitting(list(results), whole, size) for *results, whole in zip(*made, draw.whole.results, strict=True))
-        ):
-            if any(place != WHOLE for place in outputs) and asked in (None, *outputs):
+        if {len(results) for results in made} != {len(draw.whole.results)}:
+            continue
+        by_result = zip(*made, draw.whole.results, strict=True)
+        for outputs in product(*(_fitting(list(results), whole, count) for *results, whole in by_result)):
+            is_cut = not count or any(map(_is_plain, (*inputs, *outputs)))  # or else a larger unit of a finer cut
+            if is_cut and any(place != WHOLE for place in outputs) and asked in (None, *outputs):
                 yield Option(inputs, outputs, sizes=sizes)
 
 
-def _asked(stand_in: StandIn, draw: _Draw, size: int | None) -> Iterator[tuple[str, Shard | None]]:
+def _asked(stand_in: StandIn, draw: _Draw, count: int) -> Iterator[tuple[str, Shard | None]]:
     """The call as it is; then with the shape of a part, where an argument holds the shape of the only result."""
     yield "", None
     shape = tuple(draw.whole.results[0].shape)
     for name, argument in stand_in.arguments:
-        if shape and argument == shape and len(stand_in.results) == 1:
-            yield from ((name, Shard(dim)) for dim, own in enumerate(shape) if own == size)
+        if shape and count and argument == shape and len(stand_in.results) == 1:
+            yield from ((name, place) for place in _cuts(shape, count))
 
 
 def _with_sizes(name: str, place: Placement | None, draw: _Draw, num_ranks: int, rank: int) -> dict[str, Argument]:
     return {name: local_shape(draw.whole.results[0].shape, place, num_ranks, rank)} if name and place else {}
 
 
-def _fitting(parts: list[torch.Tensor], whole: torch.Tensor, size: int | None) -> list[Placement]:
+def _fitting(parts: list[torch.Tensor], whole: torch.Tensor, count: int) -> list[Placement]:
     """As what a result may come out, given what the ranks made of it; parts rather than sums rather than the whole."""
-    shards = [Shard(dim) for dim, own in enumerate(whole.shape) if own == size]
-    fitting: list[Placement] = [place for place in shards if _joins(parts, place, whole)]
+    cuts = _cuts(whole.shape, count) if count else ()
+    fitting: list[Placement] = [place for place in cuts if _joins(parts, place, whole)]
     others: list[Placement] = [PARTIAL, WHOLE]
     return fitting or [place for place in others if _joins(parts, place, whole)][:1]
 
@@ -257,7 +303,7 @@ def _holds(stand_in: StandIn, draw: _Draw, option: Option, num_ranks: int) -> bo
         upstream = [take_shard(gradient, law, num_ranks, rank) for gradient, law in laws]
         changed = _with_sizes(option.sizes, option.outputs[0], draw, num_ranks, rank)
         try:
-            runs.append(_run(stand_in, [part[rank] for part in parts], upstream, changed))
+            runs.append(_run(stand_in, [part[rank] for part in parts], draw.takes_grad, upstream, changed))
         except Exception:
             return False
     return all(

@@ -17,6 +17,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 from transformers.utils.generic import ModelOutput
 
 import epl
+from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors
 from tests.runtime.odd_nets import Chain, Predictor, Unused, batch_of, draw
@@ -24,8 +25,9 @@ from tests.runtime.problems import Problem, Way, my_share, seeded, start, user_m
 from tests.zoo import CASES, annotate
 
 HALVES = [["a", "b"], ["c", "d"]]
-WAYS = [Way(2, micro_batches=2), Way(2, HALVES, micro_batches=2), Way(4, HALVES)]
-IDS = ["data", "pipeline", "both"]
+SPLIT = Way(2, [[""]], devices=2, split=(0,), micro_batches=2)
+WAYS = [Way(2, micro_batches=2), Way(2, HALVES, micro_batches=2), Way(4, HALVES), SPLIT]
+IDS = ["data", "pipeline", "both", "split"]
 
 
 class Trained(NamedTuple):
@@ -197,7 +199,7 @@ def look(rank: int, problem: Problem, way: Way) -> list[Looked]:
     return found
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
+@pytest.mark.parametrize("name", ["bert", *slow("t5", "vit")])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_forward_passes_return_the_models_own_output_for_this_replicas_batch(name: str, num_stages: int) -> None:
     """Per-sample tensors are whole again whatever the micro-batches, and every rank of a replica has them."""
@@ -274,8 +276,9 @@ def clip_in_loop(rank: int, way: Way, how: str) -> list[str]:
 def test_clipping_a_stage_by_its_own_norm_is_warned_of() -> None:
     """Torch's own function cannot know the other stages; where there are none, or by value, it is right."""
     pipeline = Way(2, HALVES)
-    [message], none = launch(2, clip_in_loop, pipeline, "norm")
-    assert "call engine.clip_grad_norm_(max_norm) instead" in message
-    assert none == []
-    for way, how in ((pipeline, "value"), (pipeline, "engine"), (Way(2), "norm")):
+    for way in (pipeline, SPLIT):
+        [message], none = launch(2, clip_in_loop, way, "norm")
+        assert "call engine.clip_grad_norm_(max_norm) instead" in message
+        assert none == []
+    for way, how in ((pipeline, "value"), (SPLIT, "engine"), (pipeline, "engine"), (Way(2), "norm")):
         assert launch(2, clip_in_loop, way, how) == [[], []]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch
 from tests.runtime.odd_nets import Noisy, Normed, Recurrent, batch_of, draw, tokens_of
@@ -48,7 +49,7 @@ def train_seeded(rank: int, problem: Problem, way: Way) -> Outcome:
     return train_one(rank, problem, way)
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2", "lstm"])
+@pytest.mark.parametrize("name", ["bert", "lstm", *slow("mlp", "gpt2")])
 def test_plans_that_cut_the_batch_at_the_same_places_draw_the_same_masks(name: str) -> None:
     """Accumulation, data parallelism, devices of one TaskGraph, pipelines, and both: four parts of two samples."""
     problem, cuts = problem_of(name)

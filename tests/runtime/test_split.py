@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import epl
+from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors, run_on
 from tests.runtime.odd_nets import Chain, Mixture, Normed, Recurrent, TiedTagger, batch_of, draw, tokens_of
@@ -186,7 +187,7 @@ def train_seeded(rank: int, problem: Problem, way: Way) -> Outcome:
     return train(rank, problem, way)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", *slow("bert", "t5")])
 def test_dropout_draws_what_one_process_draws(name: str) -> None:
     """On cut values each rank takes its part of the mask of the whole; on whole values all draw the same."""
     case = CASES[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.marks import slow
 from tests.runtime.training import Job, check_parity
 
 NAMES = ["mlp", "bert", "gpt2", "llama", "t5", "mixtral", "vit", "resnet", "unet", "tied"]
@@ -14,23 +15,23 @@ def test_split_over_two_ranks_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2, split=2))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["bert", "resnet", *slow(*sorted({*NAMES} - {"bert", "resnet"}))])
 def test_split_over_three_ranks_equals_one_process(name: str) -> None:
     """Few sizes divide by three: vocabularies, heads, features are cut unevenly."""
     check_parity(Job(name, world=3, split=3, size=7))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "t5", *slow(*sorted({*NAMES} - {"llama", "t5"}))])
 def test_split_over_four_ranks_with_micro_batches_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=4, split=4, micro_batches=2))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+@pytest.mark.parametrize("name", ["bert", *slow("llama", "t5")])
 def test_split_inside_data_parallelism_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=4, split=2, micro_batches=2))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", *slow("unet", "t5")])
 def test_split_inside_a_pipeline_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=4, num_stages=2, split=2, micro_batches=2))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from epl.ir.graph import Op, Ref
 from epl.ir.types import TensorType
@@ -16,6 +19,9 @@ from epl.sharding.discovery import discover, shape_class
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option
 from epl.sharding.placements import Placement, Shard
 from epl.sharding.rules import is_discovered, options_of
+from tests.runtime.odd_nets import batch_of
+from tests.runtime.problems import Problem, Way, seeded
+from tests.runtime.problems import check as check_run
 from tests.sharding.checks import check
 from tests.sharding.samples import Sample, case, const, real, truth, whole
 
@@ -32,10 +38,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _operator(name: str, function: Any, *, differentiable: bool = True, **settings: Any) -> Any:
     """A user's operator, with the gradient that autograd finds of its code."""
+    shape = settings.pop("shape", lambda *args: args[0].shape)
     made = torch.library.custom_op(
         f"epl_test::{name}", function, mutates_args=settings.pop("mutates_args", ()), **settings
     )
-    made.register_fake(lambda *args: torch.empty_like(args[0]))
+    made.register_fake(lambda *args: args[0].new_empty(shape(*args)))
 
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
@@ -63,6 +70,20 @@ def _row_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
 
 def _channel(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return x * scale[None, :, None, None] + shift[None, :, None, None]
+
+
+def _gated(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, -1)
+    return torch.sigmoid(gate) * value * scale
+
+
+def _heads(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (scale.shape[0], -1)) * scale[:, None]
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * even - odd, odd + even], -1).flatten(-2)
 
 
 def _running_sum(x: torch.Tensor) -> torch.Tensor:
@@ -99,6 +120,9 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 _operator("swish_gate", _swish_gate)
 _operator("row_norm", _row_norm)
 _operator("channel", _channel)
+_operator("gated", _gated, shape=lambda x, scale: x.shape[:-1] + scale.shape)
+_operator("heads", _heads, shape=lambda x, scale: (*x.shape[:-1], scale.shape[0], x.shape[-1] // scale.shape[0]))
+_operator("rotated", _rotated)
 _operator("running_sum", _running_sum)
 _operator("centred", _centred)
 _operator("in_pairs", _in_pairs)
@@ -162,6 +186,12 @@ LIKE_RULES = {
         case("where.self", truth(5, 7), real(5, 7), real(7)),
         [(S0, S0, WHOLE, S0), (S1, S1, S0, S1), (WHOLE, PARTIAL, PARTIAL, PARTIAL)],
     ),
+    "a weight without a gradient": (
+        case("binary_cross_entropy_with_logits", real(5, 7), const(5, 7), const(7), None, 0),
+        [(S0, S0, WHOLE, S0), (S1, S1, S0, S1)],
+    ),
+    "uneven numbers of results": (case("split.Tensor", real(5, 8), 4, 1), []),
+    "nothing left of a small tensor": (case("slice.Tensor", real(5, 20), 1, 14, 20), []),
     "cat": (case("cat", (real(5, 7), real(5, 9)), 1), [(S0, S0, S0), (PARTIAL, PARTIAL, PARTIAL)]),
     "expand": (case("expand", real(5, 1, 7), (5, 6, 7)), []),
 }
@@ -172,6 +202,7 @@ def test_what_rules_say_is_found(name: str):
     sample, expected = LIKE_RULES[name]
     found = discover(sample.call)
     by_rule = set(options_of(sample.call))
+    assert found
     for *inputs, output in expected:
         assert _option(*inputs, to=output) in found
         assert _option(*inputs, to=output) in by_rule, "the test expects what no rule says"
@@ -203,7 +234,21 @@ OWN = {
             (WHOLE, PARTIAL, PARTIAL, PARTIAL),
         },
     ),
+    "gated": (
+        own("gated", real(7, 5, 18), real(9)),
+        {
+            *((cut, WHOLE, cut) for cut in (S0, S1)),
+            (Shard(2, repeats=2), S0, S2),
+            (WHOLE, PARTIAL, PARTIAL),
+        },
+    ),
+    "heads": (
+        own("heads", real(7, 18), real(3)),
+        {(S0, WHOLE, S0), (Shard(1, unit=6), S0, S1), (PARTIAL, WHOLE, PARTIAL), (WHOLE, PARTIAL, PARTIAL)},
+    ),
     "in_pairs": (own("in_pairs", real(7, 5, 2)), {(S0, S0), (S1, S1), (PARTIAL, PARTIAL)}),
+    # its last dimension has a stand-in of 12, of which halves and thirds are whole pairs
+    "rotated": (own("rotated", real(5, 7, 9, 14)), {(cut, cut) for cut in (S0, S1, S2)}),
     "running_sum": (own("running_sum", real(7, 5)), {(PARTIAL, PARTIAL)}),
     "centred": (own("centred", real(7, 5)), {(PARTIAL, PARTIAL)}),
     "scaled_by_largest": (own("scaled_by_largest", const(7, 5), whole(4, 7)), set()),
@@ -245,7 +290,8 @@ def test_without_gradients_only_the_value_matters():
 def test_whole_numbers_that_are_mixed_are_not_taken_for_parts():
     """Halves often have the same largest number by chance; one draw would be too few."""
     call = OWN["scaled_by_largest"][0].call
-    assert discover(Call(replace(call.op, grad=False), call._type_of)) == (_option(PARTIAL, WHOLE, to=PARTIAL),)
+    found = discover(Call(replace(call.op, grad=False), call._type_of))
+    assert set(found) == {_option(cut, WHOLE, to=cut) for cut in (PARTIAL, S0, S1)}
 
 
 def test_the_shape_of_a_part_is_put_in():
@@ -327,3 +373,23 @@ def test_without_a_folder_to_write_to_it_is_tried_each_time(tmp_path: Path, monk
     del RUNS[:]
     assert discover(call) == found
     assert RUNS
+
+
+class Gated(nn.Module):
+    """A net whose norm and gate are a user's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.up, self.gate, self.down = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.ops.epl_test.row_norm(x, self.scale, 1e-6)
+        return F.mse_loss(self.down(torch.ops.epl_test.swish_gate(self.up(x), self.gate(x))), y)
+
+
+def test_a_model_with_such_operators_is_split(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The ranks look for themselves, each in its own process."""
+    problem = Problem(partial(seeded, Gated), [batch_of(6, seed) for seed in range(2)])
+    check_run(problem, Way(2, [[""]], devices=2, split=(0,)))
+    assert list(folder.iterdir())
