@@ -13,6 +13,7 @@ from epl.planner.split_problem import Edge, Item
 from epl.planner.split_reference import megatron_bytes
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import Option
+from epl.sharding.rules import is_discovered
 
 __all__ = ["describe_split", "mib"]
 
@@ -26,7 +27,14 @@ def describe_split(graph: Graph, stage: StagePlan, choice: SplitChoice) -> Split
         for conversion in set(choice.conversions(edge))
         if not choice.sums_later(edge)
     )
-    return SplitPlan(stage.index, choice.solution.time_s, sent, megatron, _choices(choice), _communication(choice))
+    return SplitPlan(
+        stage.index,
+        choice.solution.time_s,
+        sent,
+        megatron,
+        (*_choices(choice), *_without_rules(graph, choice)),
+        _communication(choice),
+    )
 
 
 def _sent(choice: SplitChoice, edge: Edge, conversion: Conversion) -> float:
@@ -47,6 +55,21 @@ def _choices(choice: SplitChoice) -> tuple[str, ...]:
         if item.kind == "op" and tells and not option.is_whole:
             lines[f"{_where(item)}: {_option_text(option)}"] += 1
     return tuple(f"{count} x {line}" for line, count in lines.items())
+
+
+def _without_rules(graph: Graph, choice: SplitChoice) -> tuple[str, ...]:
+    """Operators on real numbers that no rule knows: those that were tried out, and those that stay whole."""
+    found: dict[str, bool] = {}
+    for item in choice.problem.items:
+        op = graph.op_by_name.get(item.name)
+        if item.kind == "op" and op is not None and op.name in graph.needs_grad and is_discovered(op.target):
+            found[op.target] = found.get(op.target, False) or len(item.options) > 1
+    tried = [target for target, has_options in found.items() if has_options]
+    whole = [target for target, has_options in found.items() if not has_options]
+    return (
+        *([f"cuts found by trial, as no rule knows them: {', '.join(tried)}"] if tried else []),
+        *([f"whole on every rank, as no rule knows them and none was found: {', '.join(whole)}"] if whole else []),
+    )
 
 
 def _where(item: Item) -> str:

@@ -92,6 +92,7 @@ class StepNumbers(NamedTuple):
     content: int = 0
     num_samples: int = 0
     graphs: int = 0  # of the micro-batches
+    work: int = 0  # the operators that the rank's stage makes of them
 
 
 def agree_on_step(
@@ -128,15 +129,30 @@ def agree_on_step(
                     _by_rank(world, texts[0]),
                 )
             )
+    _refuse_other_graphs(plan, everyone)
+    _refuse_other_work(plan, everyone)
+    return everyone
+
+
+def _refuse_other_graphs(plan: Plan, everyone: Sequence[StepNumbers]) -> None:
     for column in range(plan.num_columns):
-        ranks = plan.ranks_of_column(column)
+        ranks = plan.ranks_of_replica(column) if plan.num_shares == 1 else plan.ranks_of_column(column)
         if len({everyone[rank].graphs for rank in ranks}) > 1:
             raise RunError(
                 f"ranks {list(ranks)} run one replica, and captured different graphs of the model for the same batch: it "
                 "branches on a random number, or on values that only some of them have (a later stage does not hold the "
                 "weights of an earlier one). Branch on the batch or on plain values, or use torch.where."
             )
-    return everyone
+
+
+def _refuse_other_work(plan: Plan, everyone: Sequence[StepNumbers]) -> None:
+    for stage in plan.stages:
+        for ranks in stage.ranks if stage.kind == "split" else ():
+            if len({everyone[rank].work for rank in ranks}) > 1:
+                raise RunError(
+                    f"ranks {list(ranks)} share out stage {stage.index}, and chose different placements for the same "
+                    "graph; they must run the same versions of EPL, torch and scipy"
+                )
 
 
 def _by_rank(world: World, text: str) -> list[str]:

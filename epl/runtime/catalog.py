@@ -145,6 +145,7 @@ class Catalog:
                     | {target: function.bind(collectives) for target, function in lowered.functions.items()}
                 ),
                 self._held(variant.captured, lowered.program.held),
+                digest(" ".join(op.target for op in lowered.code.ops)),
             )
         return variant.bound
 

@@ -37,12 +37,16 @@ __all__ = ["BoundStage", "Executor", "MicroBatch"]
 
 @dataclass(frozen=True)
 class BoundStage:
-    """A stage's function with the model's tensors that it takes."""
+    """A stage's function with the model's tensors that it takes.
+
+    ``work`` is a number for its operators: ranks that share out a stage have the same.
+    """
 
     program: StageProgram
     code: StageCode
     function: Callable[..., tuple[Any, ...]]
     held: tuple[torch.Tensor, ...]
+    work: int = 0
 
 
 @dataclass

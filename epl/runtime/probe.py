@@ -2,7 +2,8 @@
 
 ``torch.nn.utils.clip_grad_norm_`` in a loop of the user's (or of a trainer) sees what this rank holds of the gradients, a
 stage of a pipeline or a part of weights that are cut, and scales them by the norm of that: each rank by another factor,
-without a word. `Engine.clip_grad_norm_` takes the norm of the whole. Two elements of one gradient tell a factor from other changes, such as clipping by value.
+without a word. `Engine.clip_grad_norm_` takes the norm of the whole. Two elements of one gradient tell a factor from other
+changes, such as clipping by value.
 """
 
 from __future__ import annotations

@@ -179,7 +179,8 @@ class Runner:
             content = content_of(flat.tensors) if check else 0
             size = batch_size_of(flat.tensors)
             graphs = digest(" ".join(str(part.variant.number) for part in parts))
-            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs)
+            work = digest(" ".join(str(self.bound(part.variant).work) for part in parts))
+            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs, work)
         except Exception as caught:
             error = caught
         return parts, agree_on_step(self.world, self.plan, mine, (call, form), error)

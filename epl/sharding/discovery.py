@@ -6,8 +6,8 @@ stand-in (:mod:`epl.sharding.stand_ins`), in float64 on the CPU, which is cut in
 Why not read the operator's code: a kernel has none that says which dimensions it mixes. Not tried are operators that draw
 random numbers, change their arguments, or do not run on a CPU in float64; they run whole, as every operator may.
 
-What is found is kept in files, by the text of the stand-in, in ``EPL_CACHE_DIR`` or else ``~/.cache/epl/discovery``. A
-file does not know the operator's code: who changes which dimensions an operator mixes empties the folder.
+What is found is kept in files, by the text of the stand-in, in ``~/.cache/epl/discovery`` (or in ``XDG_CACHE_HOME``). A
+file also says what the stand-in gave, so that a user's operator whose code has changed is tried anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from epl.ir.types import ListType, TensorType
 from epl.sharding.options import Call, Option, is_possible
 from epl.sharding.placements import Placement, Shard, parse_placement
 from epl.sharding.stand_ins import StandIn, operator_of, shape_class, sized, stand_ins
-from epl.sharding.trials import options_by_trial
+from epl.sharding.trials import fingerprint, options_by_trial
 
 __all__ = ["discover", "shape_class"]
 
@@ -98,7 +98,7 @@ class _Entry(NamedTuple):
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("EPL_CACHE_DIR") or os.path.expanduser("~/.cache/epl/discovery"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "epl" / "discovery"
 
 
 def _file(folder: Path, stand_in: StandIn) -> Path:
@@ -107,7 +107,8 @@ def _file(folder: Path, stand_in: StandIn) -> Path:
 
 def _heading(stand_in: StandIn) -> dict[str, Any]:
     """What a file must say to be of use."""
-    return {"format": _FORMAT, "torch": torch.__version__, "call": str(stand_in)}
+    gives = "" if stand_in.target.startswith("aten.") else fingerprint(stand_in)  # torch's own change with its version
+    return {"format": _FORMAT, "torch": torch.__version__, "call": str(stand_in), "gives": gives}
 
 
 def _read(folder: Path, stand_in: StandIn) -> _Entry | None:

