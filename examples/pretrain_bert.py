@@ -1,11 +1,12 @@
-"""Train BERT as a masked language model, data-parallel, as a pipeline, or both; `annotate` is all that differs.
+"""Train BERT as a masked language model, data-parallel, as a pipeline, both, or split; `annotate` is all that differs.
 
     epl launch --nproc 2 examples/pretrain_bert.py --strategy dp --micro-batches 2
     epl launch --nproc 2 examples/pretrain_bert.py --strategy pipeline --micro-batches 4
     epl launch --nproc 4 examples/pretrain_bert.py --strategy hybrid --micro-batches 2
+    epl launch --nproc 2 examples/pretrain_bert.py --strategy split --micro-batches 4
 
 The model is that of Hugging Face transformers, small and with random weights; the text is the source of Python's own
-library, so nothing is downloaded. The three commands print the same losses, dropout included: each cuts the 32 samples
+library, so nothing is downloaded. The four commands print the same losses, dropout included: each cuts the 32 samples
 of a step into 4 parts, and EPL's random numbers depend on the step, the sample and the operator, not on the rank.
 """
 
@@ -60,6 +61,8 @@ def annotate(model: BertForMaskedLM, strategy: str) -> None:
         half = len(layers) // 2
         epl.replicate(device_count=1, name="stage_0")(model.bert.embeddings, *layers[:half])
         epl.replicate(device_count=1, name="stage_1")(*layers[half:], model.cls)
+    elif strategy == "split":
+        epl.split(device_count=2)(model)
     # "hybrid" has the annotations of "pipeline": on 4 ranks 2 stages leave room for 2 replicas, and EPL uses them.
 
 
@@ -224,7 +227,7 @@ def write_text(path: Path, text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small BERT on the source of Python's library.")
     add = parser.add_argument
-    add("--strategy", choices=("dp", "pipeline", "hybrid"), default="dp", help="how the model is annotated")
+    add("--strategy", choices=("dp", "pipeline", "hybrid", "split"), default="dp", help="how the model is annotated")
     add("--steps", type=int, default=120)
     add("--global-batch-size", type=int, default=32, help="samples in a step, over all ranks")
     add("--micro-batches", type=int, default=4, help="parts that a replica cuts its batch into")

@@ -31,7 +31,7 @@ def _head(plan: Plan) -> str:
     parts += [micro, f"schedule {plan.schedule}"]
     if plan.num_stages > 1:
         parts.append(f"bubble {plan.bubble:.0%}")
-    return f"EPL plan for {plan.world_size} ranks: " + ", ".join(parts)
+    return f"EPL plan for {plan.world_size} rank{'s' if plan.world_size > 1 else ''}: " + ", ".join(parts)
 
 
 def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
