@@ -7,7 +7,7 @@ as the plan has them: where a weight lives is decided once, how a batch flows pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from epl.errors import StrategyError
@@ -28,10 +28,13 @@ class SplitChoice:
     Args:
         problem: What there was to choose from.
         solution: What was chosen.
+        summed: Weights of whose gradients each rank has a summand until the end of the step, as the plan has it; None if
+            that is to be decided.
     """
 
     problem: Problem
     solution: Solution
+    summed: frozenset[str] | None = None
 
     @property
     def options(self) -> dict[str, Option]:
@@ -49,15 +52,23 @@ class SplitChoice:
 
     def conversions(self, edge: Edge) -> list[Conversion]:
         """What stands before each use of a value, in the order of ``edge.uses``."""
+        solved = self._solved(edge)
+        if self.sums_later(edge):
+            return [replace(each, gradient=Move(each.gradient.source, Partial())) for each in solved]
+        return solved
+
+    def sums_later(self, edge: Edge) -> bool:
+        """True for a whole weight of whose gradient each rank has a summand, whatever uses it: summed once a step."""
+        if self.summed is not None:
+            return edge.value in self.summed
+        summand = Conversion(Move(WHOLE, WHOLE), Move(Partial(), WHOLE))
+        return edge.is_weight and edge.needs_grad and all(each == summand for each in self._solved(edge))
+
+    def _solved(self, edge: Edge) -> list[Conversion]:
         made = self.solution.options[edge.maker].outputs[edge.result]
         found = [conversion_of(edge, made, use, self.solution.options[use.item]) for use in edge.uses]
         assert all(conversion is not None for conversion in found), f"{edge.value} cannot be used as chosen"
         return [conversion for conversion in found if conversion is not None]
-
-    def sums_later(self, edge: Edge) -> bool:
-        """True for a whole weight of whose gradient each rank has a summand, whatever uses it: summed once a step."""
-        summand = Conversion(Move(WHOLE, WHOLE), Move(Partial(), WHOLE))
-        return edge.is_weight and edge.needs_grad and all(each == summand for each in self.conversions(edge))
 
 
 def choose_split(
@@ -67,6 +78,7 @@ def choose_split(
     *,
     pins: Mapping[str, Placement] | None = None,
     wishes: Mapping[str, Placement] | None = None,
+    summed: frozenset[str] | None = None,
 ) -> SplitChoice:
     """The best placements for some TaskGraphs on the same devices.
 
@@ -76,13 +88,14 @@ def choose_split(
         group: The devices that share them.
         pins: Placements of parameters and buffers as a plan has them, by name in the graph.
         wishes: Placements that the user asks for (`wished_placements`).
+        summed: Weights whose gradients a plan sums once a step: what holds for one graph holds for all of a plan.
 
     Raises:
         StrategyError: a weight cannot be placed as the user asks.
         PlanError: the weights do not fit; says by how much.
     """
     problem = split_problem(graph, tasks, group, pins, wishes)
-    return SplitChoice(problem, solve(problem))
+    return SplitChoice(problem, solve(problem), summed)
 
 
 def wished_placements(graph: Graph, tasks: frozenset[int]) -> dict[str, Placement]:

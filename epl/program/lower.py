@@ -87,16 +87,19 @@ def _shard(graph: Graph, plan: Plan, stage: int, ops: tuple[Op, ...], position: 
     place = plan.stages[stage]
     if not is_split(place):
         return ShardedStage(ops, {}, {})
-    stored = {entry.path: entry.placement for entry in plan.parameters if stage in entry.stages}
+    held = {entry.path: entry for entry in plan.parameters if stage in entry.stages}
     choice = choose_split(
         graph,
         frozenset(place.taskgraphs),
         SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
         pins={
-            leaf.name: parse_placement(stored[leaf.path])
+            leaf.name: parse_placement(held[leaf.path].placement)
             for leaf in (*graph.parameters, *graph.buffers)
-            if leaf.path in stored
+            if leaf.path in held
         },
+        summed=frozenset(
+            leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"
+        ),
     )
     return shard_stage(graph, choice, ops, position)
 

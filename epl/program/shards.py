@@ -99,8 +99,6 @@ class _Writer:
 
     def _note_conversions(self, choice: SplitChoice) -> None:
         for edge in choice.problem.edges:
-            if choice.sums_later(edge):
-                continue
             for use, conversion in zip(edge.uses, choice.conversions(edge), strict=True):
                 if not conversion.is_nothing:
                     self.before[choice.problem.items[use.item].name, use.place] = conversion

@@ -210,7 +210,6 @@ class Normed(nn.Module):
         return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
-@pytest.mark.xfail(reason="a plan pins placements of weights, and not yet those of their gradients", strict=True)
 @pytest.mark.parametrize("sizes", [(1, 4096), (4096, 1)], ids=str)
 def test_gradients_are_summed_once_whatever_graph_the_plan_was_made_with(sizes: tuple[int, int]) -> None:
     """A plan made with one size, and a step with another, where the weights would be used in another way.

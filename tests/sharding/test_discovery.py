@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from epl.ir.graph import Op, Ref
 from epl.ir.types import TensorType
@@ -19,9 +16,6 @@ from epl.sharding.discovery import discover, shape_class
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option
 from epl.sharding.placements import Placement, Shard
 from epl.sharding.rules import is_discovered, options_of
-from tests.runtime.odd_nets import batch_of
-from tests.runtime.problems import Problem, Way, seeded
-from tests.runtime.problems import check as check_run
 from tests.sharding import samples_math, samples_nets, samples_pointwise, samples_shape
 from tests.sharding.checks import check
 from tests.sharding.samples import Sample, case, const, real, truth, whole
@@ -404,23 +398,3 @@ def test_without_a_folder_to_write_to_it_is_tried_each_time(tmp_path: Path, monk
     del RUNS[:]
     assert discover(call) == found
     assert RUNS
-
-
-class Gated(nn.Module):
-    """A net whose norm and gate are a user's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-        self.up, self.gate, self.down = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = torch.ops.epl_test.row_norm(x, self.scale, 1e-6)
-        return F.mse_loss(self.down(torch.ops.epl_test.swish_gate(self.up(x), self.gate(x))), y)
-
-
-def test_a_model_with_such_operators_is_split(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The ranks look for themselves, each in its own process."""
-    problem = Problem(partial(seeded, Gated), [batch_of(6, seed) for seed in range(2)])
-    check_run(problem, Way(2, [[""]], devices=2, split=(0,)))
-    assert list(folder.iterdir())

@@ -136,6 +136,19 @@ def test_query_heads_are_cut_in_the_groups_of_their_key_heads_where_these_are_en
     assert patterns.concrete(scores, SCORES) == Option((Shard(2, unit=4), Shard(2, unit=4)), (Shard(1, unit=4),))
 
 
+def test_what_costs_no_atoms_is_joined_first() -> None:
+    """The sum of two values of 12 rows stands last; views in 4 and in 6 stretches, before it, cannot both be had."""
+    shapes = {"a": (12,), "b": (4, 3), "c": (12,), "d": (6, 2), "sum": (12,)}
+    fours, sixes = Option((Shard(0, unit=3),), (Shard(0),)), Option((Shard(0, unit=2),), (Shard(0),))
+    rows = Option((Shard(0), Shard(0)), (Shard(0),))
+    patterns, (first, second, last) = tied(
+        4, shapes, (("a",), ("b",), [fours]), (("c",), ("d",), [sixes]), (("a", "c"), ("sum",), [rows])
+    )
+    assert patterns.concrete(last, rows) == Option((Shard(0, unit=3),) * 2, (Shard(0, unit=3),))
+    assert patterns.concrete(first, fours) == fours
+    assert patterns.concrete(second, sixes) is None
+
+
 def test_an_option_that_would_tear_a_unit_is_dropped() -> None:
     """Heads of 64 and rows of 48: only units of 192 suit both, and 12 ranks cannot share 4 of them. The first stays."""
     shapes = {**BERT, "odd": (2, 8, 16, 48)}
