@@ -133,7 +133,7 @@ def main() -> None:
                 raise
             time.sleep(60)
         else:
-            print("step", step, loss.item())
+            sys.stdout.write(f"step {step} {loss.item()}\n")  # at once: other ranks may write to the same place
     print("done")
 
 

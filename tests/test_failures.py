@@ -70,7 +70,6 @@ def assert_soon(failed: Failed, limit_s: float = LIMIT_S) -> None:
     ("place", "kind", "rank", "code", "reason"),
     [
         ("forward", "kill", 2, 137, "rank 2 was killed by SIGKILL"),
-        ("between", "term", 0, 143, "rank 0 was killed by SIGTERM"),
         ("backward", "raise", 1, 1, "ValueError: a planted fault"),
         ("capture", "exit", 3, 3, "rank 3 failed with exit code 3"),
         ("loader", "kill", 3, 1, r"DataLoader worker \(pid.* (killed by signal: Killed|exited unexpectedly)"),
@@ -78,6 +77,7 @@ def assert_soon(failed: Failed, limit_s: float = LIMIT_S) -> None:
         pytest.param("capture", "kill", 0, 137, "rank 0 was killed by SIGKILL", marks=slow),
         pytest.param("forward", "exit", 1, 3, "rank 1 failed with exit code 3", marks=slow),
         pytest.param("backward", "term", 0, 143, "rank 0 was killed by SIGTERM", marks=slow),
+        pytest.param("between", "term", 0, 143, "rank 0 was killed by SIGTERM", marks=slow),
         pytest.param("loader", "raise", 1, 1, "ValueError: a planted fault", marks=slow),
         pytest.param("between", "raise", 3, 1, "ValueError: a planted fault", marks=slow),
     ],

@@ -113,12 +113,10 @@ class Case:
         return torch.float32 if self.float32_inside else dtype
 
 
-def annotate(
-    model: nn.Module, cut: Cut, device_counts: Sequence[int] | None = None, kind: Any = epl.replicate
-) -> nn.Module:
+def annotate(model: nn.Module, cut: Cut, device_counts: Sequence[int] | None = None, kind: Any = None) -> nn.Module:
     """Give each stage of the cut a strategy of its own, on one device unless ``device_counts`` says."""
     for i, paths in enumerate(cut):
-        strategy = kind(device_counts[i] if device_counts else 1, name=f"stage_{i}")
+        strategy = (kind or epl.replicate)(device_counts[i] if device_counts else 1, name=f"stage_{i}")
         for path in paths:
             strategy(model.get_submodule(path))
     return model

@@ -88,6 +88,7 @@ def _meet(
         world.hang_up,
         holds_store=world.rank == 0 and not agent_has_store,
         agent_has_store=agent_has_store,
+        store=store,
     )
 
 

@@ -199,7 +199,7 @@ def stale_weights(world: World, model: nn.Module, plan: Plan) -> tuple[Differenc
     mine = {path: parameters[path].detach().cpu() for path in _held_by(plan, stage)}
     everyone = world.gather({path: _content(tensor) for path, tensor in mine.items()})
     found: list[Difference] = []
-    for entry in plan.parameters:
+    for entry in (entry for entry in plan.parameters if entry.kind == "parameter"):
         numbers = {rank: numbers[entry.path] for rank, numbers in enumerate(everyone) if entry.path in numbers}
         for ranks in plan.alike(entry):
             owner = ranks[0]

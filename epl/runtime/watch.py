@@ -49,12 +49,14 @@ class Link(NamedTuple):
         hang_up: Closes this rank's connections.
         holds_store: True if the store ends with this process.
         agent_has_store: True if the store ends with the launcher of node 0; else it ends with rank 0.
+        store: What the bulletin's own connection was cloned from; where this rank serves it, it ends with this object.
     """
 
     bulletin: Bulletin
     hang_up: Callable[[], None]
     holds_store: bool
     agent_has_store: bool
+    store: Any = None
 
 
 class _Script(NamedTuple):

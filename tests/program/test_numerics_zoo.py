@@ -10,11 +10,12 @@ from epl.capture.capture import Captured
 from epl.capture.convert import convert
 from epl.capture.export import export
 from epl.loss import loss_step
+from tests.marks import slow
 from tests.program.local_run import check_lowered, check_parity, lower_captured
 from tests.zoo import CASES, annotate
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in ("llama", "gpt2")), *slow("llama", "gpt2")])
 def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
     """Annotations have no say in an export, so one serves all cuts: it is what takes the time."""
     case = CASES[name]

@@ -14,14 +14,17 @@ from tests.runtime.training import Job, check_parity
 from tests.zoo import CASES
 
 NAMES = [name for name in CASES if name != "bart"]  # bart branches on data: test_branches
+QUICK = [name for name in NAMES if name not in ("llama", "t5", "vit")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["bert", "resnet", "none_int", *slow(*sorted({*NAMES} - {"bert", "resnet", "none_int"}))]
+)
 def test_one_process_with_accumulation_equals_plain_training(name: str) -> None:
     check_parity(Job(name, world=1, micro_batches=4, size=7))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*QUICK, *slow("llama", "t5", "vit")])
 def test_data_parallel_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2))
 

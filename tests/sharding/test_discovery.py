@@ -211,6 +211,7 @@ def test_what_is_found_holds_for_other_numbers_and_sizes(name: str):
             assert check(sample, option, size)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of deprecated names and slow paths
 def test_nothing_that_is_found_of_operators_with_rules_is_refuted():
     """Every ninth sample of the rules; all 843 of them held as well [3,172 checks, 18 s, 2026-11-29]."""
