@@ -20,6 +20,8 @@ from epl.planner.plan import Plan
 from epl.runtime.engine import Engine
 from epl.scopes import replicate, set_default_strategy, split
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CaptureError",
     "Cluster",

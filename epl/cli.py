@@ -105,6 +105,7 @@ def _launch(parsed: argparse.Namespace) -> int:
     command = parsed.command
     if command[:1] == ["--"]:  # `epl launch --nproc 2 -- train.py`; argparse leaves it in place
         command = command[1:]
+    _note_late_flags(command[1:])
     script, *arguments = command or [""]  # LaunchOptions reports a missing script together with what else is wrong
     options = LaunchOptions(
         script=script,
@@ -118,6 +119,19 @@ def _launch(parsed: argparse.Namespace) -> int:
         max_restarts=parsed.max_restarts,
     )
     return launch(options)
+
+
+def _note_late_flags(arguments: Sequence[str]) -> None:
+    """Say so if the script is given what looks like a flag of the launcher: it may be meant for either."""
+    flags = {"--nproc", "--nnodes", "--node-rank", "--rdzv-endpoint", "--log-dir", "--max-restarts", "--trace"}
+    late = [word for word in arguments if word.partition("=")[0] in flags]
+    if late:
+        print(
+            f"[epl] {', '.join(late)} after the script: passed to the script, as all that follows it. Flags of the "
+            "launcher come before the script.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import __future__
 
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import epl
@@ -26,3 +28,8 @@ def test_all_lists_exactly_the_public_names_in_order():
     assert exported == sorted(exported, key=_order)
     assert len(epl.__all__) == len(set(epl.__all__))
     assert not [name for name in epl.__all__ if not hasattr(epl, name)]
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert epl.__version__ == project["version"]

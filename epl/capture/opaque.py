@@ -49,7 +49,8 @@ def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Co
         raise
     except Exception as failure:
         reason = f"{type(failure).__name__}: {failure}"
-        raise CaptureError(f"forward fails: {reason}\n  at {user_line(failure)}") from failure
+        hint = "" if step.loss_fn is not None else "\nno loss_fn was given, so the batch itself was passed to forward"
+        raise CaptureError(f"forward fails: {reason}\n  at {user_line(failure)}{hint}") from failure
     strategies = list(dict.fromkeys([*strategies_of(model), *called.strategies]))
     if len(strategies) > 1:
         raise error

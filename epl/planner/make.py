@@ -32,7 +32,7 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
     Raises:
         ClusterError: the devices do not divide by the TaskGraphs' device counts; gives the numbers.
         PlanError: the plan would need what is not yet available, or does not fit the devices.
-        StrategyError: ``split`` of a model that runs without a graph.
+        StrategyError: ``split`` of a model that runs without a graph, or an operator that has to see the batch whole.
     """
     stages = _stages(graph, cluster, config)
     if is_opaque and any(map(is_split, stages)):
@@ -40,6 +40,7 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
             f"{next(spec for spec in graph.tasks if spec.kind == 'split')} needs the model as a graph, and it cannot be "
             "captured as one: the warning above says why. Mend that, or use replicate."
         )
+    _refuse_frequencies(graph, len(stages[0].ranks), config)
     stage_of = stage_of_tasks(stages)
     num_micro_batches = config.pipeline.num_micro_batch
     schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)
@@ -74,6 +75,18 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         splits=tuple(describe_split(graph, stages[index], choice) for index, choice in splits.items()),
         notes=_notes(graph, len(stages), is_opaque),
     )
+
+
+def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None:
+    """An embedding that divides gradients by the frequency of a token counts it within what it is given at once."""
+    counting = [op for op in graph.ops if op.target == "aten.embedding.default" and op.args[3:4] == (True,)]
+    parts = num_replicas * config.pipeline.num_micro_batch
+    if counting and parts > 1:
+        raise StrategyError(
+            f"{counting[0].module or 'the model'} is an embedding with scale_grad_by_freq=True, which counts tokens within "
+            f"a part of the batch, and there would be {parts} parts: its gradient would be another one. Leave it out, or "
+            "train with one replica and pipeline.num_micro_batch=1."
+        )
 
 
 def is_split(stage: StagePlan) -> bool:

@@ -267,7 +267,8 @@ def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer
     shards = list(patterns.shards_of(leaf.name, static_shape(leaf.type)))
     if leaf.name in build.wishes:
         return [_as_wished(build, leaf, shards)]
-    must_cut = isinstance(leaf, Parameter) and build.is_large(leaf) and shards
+    is_written = leaf.name in build.graph.written  # in place, perhaps by an operator that has to see all of it
+    must_cut = isinstance(leaf, Parameter) and build.is_large(leaf) and shards and not is_written
     return [*([] if must_cut else [WHOLE]), *shards]
 
 

@@ -239,6 +239,11 @@ def _does_not_fit(problem: Problem) -> str:
     """How much is missing, by category; weights, gradients and the states of Adam are alike in size."""
     least = sum(min(item.sizes_bytes) for item in problem.items)
     there = problem.group.device.memory_bytes
+    if not 0 < there < least:
+        return (
+            f"no placements were found for a split over {problem.num_ranks} devices: what split(placements=...) asks for "
+            "may contradict itself, or a weight that is changed in place. Leave placements out, or use replicate."
+        )
     each = least / STATES
     return (
         f"a split over {problem.num_ranks} devices does not fit: each rank would hold {_gib(each)} of weights, "

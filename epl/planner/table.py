@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, SplitPlan, StagePlan
-from epl.planner.split_table import mib
 
 __all__ = ["plan_table", "size_text"]
 
@@ -73,10 +72,16 @@ def _split(plan: Plan, split: SplitPlan) -> list[str]:
     stage = plan.stages[split.stage]
     head = (
         f"split of stage {stage.index} over {stage.device_count} devices: for each micro-batch a rank sends "
-        f"{mib(split.sent_bytes)} (as Megatron cuts by hand: {mib(split.megatron_bytes)}), estimated time "
+        f"{_together(split.sent_bytes, split.megatron_bytes)}, estimated time "
         f"{split.time_s * 1e3:.3g} ms"
     )
     return [head, *(f"  {line}" for line in (*split.choices, *split.communication))]
+
+
+def _together(sent_bytes: float, by_hand_bytes: float) -> str:
+    """Both in one unit, so that they can be compared."""
+    unit, name = (2**20, "MiB") if max(sent_bytes, by_hand_bytes) >= 2**20 else (2**10, "KiB")
+    return f"{sent_bytes / unit:,.1f} {name} (as Megatron cuts by hand: {by_hand_bytes / unit:,.1f} {name})"
 
 
 def _tied(plan: Plan) -> list[str]:

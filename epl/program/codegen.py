@@ -182,20 +182,32 @@ class _Writer:
         if names:
             self._line(indent, f"del {', '.join(names)}")
 
+    def _root(self, name: str) -> str:
+        """The value in whose memory a value lives, as far as the stage knows."""
+        while name in self.place_of and (views := self.ops[self.place_of[name]].views):
+            name = views[0]
+        return name
+
     def _segment(self, ops: list[Op]) -> None:
         """An inner function with exactly the values it needs, run under checkpoint."""
         made = [op.name for op in ops]
         end = self.place_of[ops[-1].name]
-        takes = list(dict.fromkeys(name for op in ops for name in op.reads if name not in made))
+        read = dict.fromkeys(name for op in ops for name in op.reads if name not in made)
+        # What lives in the memory of the stage's own arguments (weights, buffers) is not passed through the checkpoint,
+        # which would insist that it stays unchanged: running statistics do not. It is bound when the segment is defined.
+        bound = [name for name in read if name not in self.arguments and self._root(name) in self.arguments]
+        takes = [name for name in read if name not in self.arguments and name not in bound]
         gives = [name for name in made if name in self.results or self.last_use.get(name, -1) > end]
         label = f"segment_{ops[0].segment}_{self.place_of[ops[0].name]}"
-        self._line("    ", f"def {label}({', '.join(takes)}):")
-        kept, self.results = self.results, (*self.results, *gives, *takes)
+        self._line("    ", f"def {label}({', '.join([*takes, *(f'{name}={name}' for name in bound)])}):")
+        kept, self.results = self.results, (*self.results, *gives, *takes, *bound)
         self._plain(ops, "        ")
         self.results = kept
         self._line("        ", f"return ({''.join(f'{name}, ' for name in gives)})")
         self._line("    ", f"({''.join(f'{name}, ' for name in gives)}) = recompute({', '.join([label, *takes])})")
-        self._delete((name for name in takes if self.last_use[name] <= end and self._may_delete(name)), "    ")
+        self._delete(
+            (name for name in (*takes, *bound) if self.last_use[name] <= end and self._may_delete(name)), "    "
+        )
 
 
 def _runs(ops: Iterable[Op], key: Callable[[Op], Any]) -> Iterator[tuple[Any, list[Op]]]:

@@ -124,8 +124,9 @@ def agree_on_step(
         if len(seen) > 1:
             raise RunError(
                 bulleted(
-                    f"ranks {list(ranks)} run one replica, and were given different batches. Give all ranks of a replica "
-                    "the same batch, as epl.data_loader does:",
+                    f"ranks {list(ranks)} run one replica, and were given different batches (of other "
+                    "values where the lines below are equal: a loader that shuffles differently). Give all ranks of a "
+                    "replica the same batch, as epl.data_loader does:",
                     _by_rank(world, texts[0]),
                 )
             )

@@ -314,12 +314,15 @@ class Engine:
         return {name: tensors[first[name]] if name in first else value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict of the whole model; each rank takes what it holds.
+        """Load a state dict of the whole model; each rank takes what it holds, all of it before there is a plan.
 
         Raises:
             RunError: names are missing or unknown, or shapes differ; lists all of them.
         """
-        load_whole(self._model, self.plan, self._world.rank, state)
+        if self._runner is None:
+            self._model.load_state_dict(state)
+        else:
+            load_whole(self._model, self.plan, self._world.rank, state)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Every parameter's gradient, whole, under its first name, on every rank; all ranks call it together."""

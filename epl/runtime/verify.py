@@ -70,6 +70,8 @@ class Report:
             f"{'' if diff.error <= self.tolerance else '  <-- DIFFERS ' + diff.note}"
             for diff in shown
         ]
+        count = len(self.differences)
+        lines.append(f"{len(self.faults)} of {count} differ" if self.faults else f"all {count} agree")
         return "\n".join(lines)
 
     def check(self) -> Report:

@@ -2,6 +2,7 @@
 
 A user's own operator has no rule, and none has to be written: what it allows shows when it is tried. A call gets a small
 stand-in (:mod:`epl.sharding.stand_ins`), in float64 on the CPU, which is cut in every way (:mod:`epl.sharding.trials`).
+What holds for it has to hold at the real sizes, too.
 
 Why not read the operator's code: a kernel has none that says which dimensions it mixes. Not tried are operators that draw
 random numbers, change their arguments, or do not run on a CPU in float64; they run whole, as every operator may.
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +31,12 @@ from epl.ir.types import ListType, TensorType
 from epl.sharding.options import Call, Option, is_possible
 from epl.sharding.placements import Placement, Shard, parse_placement
 from epl.sharding.stand_ins import StandIn, operator_of, shape_class, sized, stand_ins
-from epl.sharding.trials import fingerprint, options_by_trial
+from epl.sharding.trials import fingerprint, holding, options_by_trial
 
 __all__ = ["discover", "shape_class"]
 
-_FORMAT = 1  # of a cache file; a higher one makes all older files stale
+_LARGEST = 1 << 24  # elements of a call that is tried at its real sizes
+_FORMAT = 2  # of a cache file; a higher one makes all older files stale
 
 
 def discover(call: Call) -> tuple[Option, ...]:
@@ -54,8 +57,20 @@ def discover(call: Call) -> tuple[Option, ...]:
             entry = _Entry(options_by_trial(stand_in))
             _write(folder, stand_in, entry)
         if entry.options is not None:
-            return tuple(option for option in (_real(call, each) for each in entry.options) if option is not None)
+            return _proved(call, folder, [option for option in (_real(call, each) for each in entry.options) if option])
     return ()
+
+
+def _proved(call: Call, folder: Path, options: list[Option]) -> tuple[Option, ...]:
+    """Those that hold at the real sizes, too; none of a call that is too large to try."""
+    stand_in = shape_class(call, keep=_LARGEST)
+    if sum(prod(sized(kind)) for kind in stand_in.kinds) > _LARGEST or not options:
+        return ()
+    entry = _read(folder, stand_in)
+    if entry is None or entry.options is None:
+        entry = _Entry(holding(stand_in, options))
+        _write(folder, stand_in, entry)
+    return tuple(option for option in options if option in (entry.options or ()))
 
 
 def _real(call: Call, option: Option) -> Option | None:
@@ -86,6 +101,8 @@ def _can_be_tried(call: Call) -> bool:
         return False  # a number that is known at run time only
     operator = operator_of(call.op.target)
     schema, items = operator._schema, call.op.type.items if isinstance(call.op.type, ListType) else (call.op.type,)
+    if operator.namespace == "aten" and schema.name.startswith("aten::_"):
+        return False  # torch's inner operators may read beside their arguments if sizes do not fit
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in operator.tags:
         return False
     return call.is_static and len(call.results) == len(items) > 0

@@ -25,7 +25,7 @@ from epl.sharding.options import PARTIAL, WHOLE, Option, gradient_expected, grad
 from epl.sharding.placements import Partial, Placement, Replicated, Shard, join_shards, local_shape, take_shard
 from epl.sharding.stand_ins import StandIn, operator_of, sized
 
-__all__ = ["fingerprint", "options_by_trial"]
+__all__ = ["fingerprint", "holding", "options_by_trial"]
 
 _MAX_TRIALS = 2000
 _MAX_TENSORS = 4  # arguments that are cut in all combinations; more are cut alike
@@ -62,6 +62,13 @@ def options_by_trial(stand_in: StandIn) -> tuple[Option, ...] | None:
             for option in _proposals(stand_in, draws[0], inputs)
         )
         return tuple(option for option in dict.fromkeys(proposals) if _is_option(stand_in, draws, option))
+
+
+def holding(stand_in: StandIn, options: Sequence[Option]) -> tuple[Option, ...]:
+    """Those options that hold for a stand-in of the real sizes, where an operator may work in blocks, say."""
+    with _undisturbed():
+        draws = _draws(stand_in, _WAYS[:2])
+        return tuple(option for option in options if _is_option(stand_in, draws, option)) if draws else ()
 
 
 def fingerprint(stand_in: StandIn) -> str:
@@ -102,19 +109,30 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _draws(stand_in: StandIn) -> list[_Draw]:
+def _draws(stand_in: StandIn, ways: Sequence[_Way] = ()) -> list[_Draw]:
     """Draws on which the call runs, gives the same when it is run again, and gives numbers; none if one is missing.
 
-    Where truth values or whole numbers are mixed, by ``any`` or ``max``, parts often agree by chance: there are more draws.
+    Draws of other magnitudes, and of signs alone, may be missing: they are for thresholds and targets. Where truth values
+    or whole numbers are mixed, by ``any`` or ``max``, parts often agree by chance: there are more draws.
     """
     smallest = min((size for kind in stand_in.kinds for size in sized(kind) if size > 1), default=2)
-    ways = _WAYS if all(kind.is_differentiable for kind in stand_in.kinds) else _WAYS_WITH_INTEGERS
+    is_real = all(kind.is_differentiable for kind in stand_in.kinds)
+    ways = ways or (_WAYS if is_real else _WAYS_WITH_INTEGERS)
     generator = torch.Generator().manual_seed(_SEED)
     draws = []
     for way in ways:
         tries = (_draw(stand_in, generator, each) for each in way.easier(smallest))
         draws.append(next((draw for draw in tries if draw is not None), None))
-    return [draw for draw in draws if draw is not None] if None not in draws else []
+    more = (_draw(stand_in, generator, way) for way in _MORE_WAYS)
+    found = [draw for draw in (*draws, *more) if draw is not None]
+    return found if None not in draws and _tell_something(found) else []
+
+
+def _tell_something(draws: Sequence[_Draw]) -> bool:
+    """Not all results are zeros, nor all gradients of an argument: where they are, every cut seems to hold."""
+    results = any(bool(result.any()) for draw in draws for result in draw.whole.results)
+    gradients = zip(*(draw.whole.gradients for draw in draws), strict=True)
+    return results and all(any(gradient is None or bool(gradient.any()) for gradient in of_one) for of_one in gradients)
 
 
 class _Way(NamedTuple):
@@ -124,11 +142,15 @@ class _Way(NamedTuple):
         centre: Real numbers are around it; None: between 0 and 1.
         high: Whole numbers are below it.
         share: How many truth values are true, and how many whole numbers may be other than 0.
+        scale: What real numbers are multiplied by.
+        is_sign: Real numbers are 1 and -1.
     """
 
     centre: float | None
     high: int
     share: float
+    scale: float = 1.0
+    is_sign: bool = False
 
     def easier(self, smallest: int) -> Iterator[_Way]:
         """This way, and others that more operators allow; no whole number is larger than all sizes."""
@@ -138,6 +160,7 @@ class _Way(NamedTuple):
 
 _ANY = 1 << 30
 _WAYS = (_Way(None, _ANY, 0.5), _Way(0.0, 2, 0.5), _Way(-1.5, 2, 0.5), _Way(1.5, 2, 0.5))
+_MORE_WAYS = (_Way(0.0, 2, 0.5, 1e-3), _Way(0.0, 2, 0.5, 1e3), _Way(0.0, 2, 0.5, is_sign=True))
 _WAYS_WITH_INTEGERS = (*_WAYS, *(_Way(0.0, high, share) for high in (2, _ANY) for share in (0.1, 0.2, 0.5, 0.8, 0.9)))
 
 
@@ -169,8 +192,10 @@ def _random(kind: TensorType, generator: torch.Generator, way: _Way) -> torch.Te
         is_set = torch.rand(shape, generator=generator) < way.share
         number = 1 if kind.dtype == torch.bool else torch.randint(way.high, shape, generator=generator)
         return (is_set * number).to(kind.dtype)
+    if way.is_sign:
+        return (torch.randint(2, shape, generator=generator) * 2 - 1).to(kind.dtype)
     if way.centre is not None:
-        return torch.randn(shape, generator=generator, dtype=kind.dtype) + way.centre
+        return (torch.randn(shape, generator=generator, dtype=kind.dtype) + way.centre) * way.scale
     return torch.rand(shape, generator=generator, dtype=kind.dtype) * 0.9 + 0.05
 
 

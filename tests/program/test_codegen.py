@@ -119,18 +119,18 @@ def test_autocast_is_turned_on_and_off_and_both_end() -> None:
     assert seen == [True, False, True, True, False, False]
 
 
-def test_a_segment_is_an_inner_function_with_exactly_what_it_needs() -> None:
+def test_a_segment_is_an_inner_function_that_sees_the_arguments_of_the_stage() -> None:
     def forward(m: Any, x: Tensor) -> Any:
         return m.b(checkpoint(lambda y: m.a(y).tanh(), x, use_reentrant=False)).mean()
 
     assert sources(forward)[0] == (
         "def stage_0(p_model_a_weight, p_model_a_bias, in_tensors_0, reseed):\n"
-        "    def segment_0_0(in_tensors_0, p_model_a_weight, p_model_a_bias):\n"
+        "    def segment_0_0():\n"
         "        linear = aten_linear_default(in_tensors_0, p_model_a_weight, p_model_a_bias)\n"
         "        tanh = aten_tanh_default(linear)\n"
         "        del linear\n"
         "        return (tanh, )\n"
-        "    (tanh, ) = recompute(segment_0_0, in_tensors_0, p_model_a_weight, p_model_a_bias)\n"
+        "    (tanh, ) = recompute(segment_0_0)\n"
         "    return (tanh, )\n"
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import epl
 from epl.cost.devices import CPU, LinkModel
@@ -33,6 +34,26 @@ def chain(steps: int = 3, size: int = 7) -> Problem:
 
 def tagger(steps: int = 3) -> Problem:
     return Problem(partial(seeded, TiedTagger), [tokens_of(7, seed) for seed in range(steps)], token_mean)
+
+
+class Clipped(nn.Module):
+    """An embedding that renormalises its rows in place, and statistics inside a checkpoint that is run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, max_norm=1.0)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor, **_: Any) -> Tensor:
+        z = self.embedding(tokens).flatten(0, 1)
+        for _ in range(2):
+            z = checkpoint(self.norm, z, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(z), tokens.flatten())
+
+
+def test_weights_and_buffers_that_change_in_place() -> None:
+    problem = Problem(partial(seeded, Clipped), [tokens_of(8, seed) for seed in range(3)])
+    check(problem, Way(1), SPLIT_2)
 
 
 # --------------------------------------------------------------------------------------- parts of a model, and mixtures
