@@ -71,7 +71,7 @@ def assert_soon(failed: Failed, limit_s: float = LIMIT_S) -> None:
     [
         ("forward", "kill", 2, 137, "rank 2 was killed by SIGKILL"),
         ("backward", "raise", 1, 1, "ValueError: a planted fault"),
-        ("capture", "exit", 3, 3, "rank 3 failed with exit code 3"),
+        pytest.param("capture", "exit", 3, 3, "rank 3 failed with exit code 3", marks=slow),
         ("loader", "kill", 3, 1, r"DataLoader worker \(pid.* (killed by signal: Killed|exited unexpectedly)"),
         pytest.param("capture", "raise", 2, 1, "rank 2 failed with .*ValueError: a planted fault", marks=slow),
         pytest.param("capture", "kill", 0, 137, "rank 0 was killed by SIGKILL", marks=slow),
@@ -119,6 +119,7 @@ def test_a_stopped_rank_is_named_as_the_one_that_does_not_answer(tmp_path: Path)
     assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 
+@slow
 def test_an_error_that_the_script_catches_on_one_rank_still_ends_the_others(tmp_path: Path) -> None:
     """Its process lives on, so that no connection is lost; without word of it the others would wait for the limit."""
     failed = fail(tmp_path, "backward", "caught", 0, nproc=2)
@@ -127,6 +128,7 @@ def test_an_error_that_the_script_catches_on_one_rank_still_ends_the_others(tmp_
     assert failed.time_s < TIMEOUT_S * patience(), failed
 
 
+@slow
 def test_a_rank_that_does_fewer_steps_is_named(tmp_path: Path) -> None:
     """Its exit code is 0: only the other ranks can say what is wrong."""
     failed = fail(tmp_path, "between", "leave", 1, nproc=2)
@@ -135,6 +137,7 @@ def test_a_rank_that_does_fewer_steps_is_named(tmp_path: Path) -> None:
     assert_soon(failed)
 
 
+@slow
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """Nobody is left to end them; this rank computes for ever, and the others wait for it."""
     with job(tmp_path, "forward", "loop", 1, nproc=2) as running:

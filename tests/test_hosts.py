@@ -84,6 +84,7 @@ def losses(out: str) -> list[float]:
     return [float(text) for text in re.findall(r"step \d+ (\S+)", out)]
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process_does(hosts: list[str], tmp_path: Path) -> None:
     with started(tmp_path, FAULTY, "none", "none", "0") as alone:
         plain = alone.end()

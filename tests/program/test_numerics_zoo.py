@@ -15,7 +15,9 @@ from tests.program.local_run import check_lowered, check_parity, lower_captured
 from tests.zoo import CASES, annotate
 
 
-@pytest.mark.parametrize("name", [*(name for name in CASES if name not in ("llama", "gpt2")), *slow("llama", "gpt2")])
+@pytest.mark.parametrize(
+    "name", [*(name for name in CASES if name not in ("llama", "gpt2", "bart")), *slow("llama", "gpt2", "bart")]
+)
 def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
     """Annotations have no say in an export, so one serves all cuts: it is what takes the time."""
     case = CASES[name]
@@ -30,6 +32,9 @@ def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
         lowered = lower_captured(model, captured)
         assert lowered.plan.num_stages == num_stages
         check_lowered(lowered, batch, case.loss_fn, dtype=case.accuracy(torch.float64), num_steps=1)
+
+
+LARGE = ("llama", "gpt2", "bart")
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "unet", "tied"])

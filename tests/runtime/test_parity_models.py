@@ -29,7 +29,7 @@ def test_data_parallel_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*QUICK, *slow("llama", "t5", "vit")])
 def test_pipeline_of_two_stages_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2, num_stages=2, micro_batches=4))
 
@@ -60,5 +60,6 @@ def test_float32_equals_one_process_to_its_own_rounding(name: str) -> None:
     check_parity(Job(name, world=4, num_stages=2, micro_batches=2, dtype=torch.float32))
 
 
+@pytest.mark.slow
 def test_three_replicas_of_an_uneven_batch_equal_one_process() -> None:
     check_parity(Job("bert", world=3, size=7, micro_batches=2))

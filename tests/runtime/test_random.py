@@ -63,7 +63,7 @@ def test_plans_that_cut_the_batch_at_the_same_places_draw_the_same_masks(name: s
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["bert", *slow("gpt2")])
 def test_recomputed_segments_draw_again_what_they_drew(name: str, reentrant: bool) -> None:
     """With dropout on, a segment that drew new masks would have other gradients than one that is not recomputed."""
     kept, cuts = problem_of(name, steps=1)

@@ -30,7 +30,7 @@ def test_batches_smaller_than_the_number_of_micro_batches() -> None:
     check(chain(2, 3, 1), Way(2, HALVES, micro_batches=4), Way(1, micro_batches=4), Way(2, micro_batches=3))
 
 
-@pytest.mark.parametrize("sizes", [(4, 1, 4), (5, 2, 1)])
+@pytest.mark.parametrize("sizes", [(5, 2, 1), pytest.param((4, 1, 4), marks=pytest.mark.slow)])
 def test_a_replica_without_samples_takes_part(sizes: tuple[int, ...]) -> None:
     """A last batch that is too small for all: its gradients are those of the samples that there are."""
     check(chain(*sizes), Way(2, micro_batches=2), Way(3), Way(4, HALVES, micro_batches=2))

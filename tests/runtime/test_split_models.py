@@ -10,7 +10,9 @@ from tests.runtime.training import Job, check_parity
 NAMES = ["mlp", "bert", "gpt2", "llama", "t5", "mixtral", "vit", "resnet", "unet", "tied"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "bert", "gpt2", "t5", "mixtral", *slow("llama", "vit", "resnet", "unet", "tied")]
+)
 def test_split_over_two_ranks_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2, split=2))
 
