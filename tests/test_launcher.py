@@ -129,11 +129,6 @@ def module_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(folder, "--nproc", "2", "--log-dir", "my_logs", "-m", "package.train", "-m", "x", **MINE)
 
 
-def _first_line(done: Run) -> str:
-    """Of the launcher, after the note that flags came after the script."""
-    return next(line for line in done.err.splitlines() if "after the script" not in line and "come before" not in line)
-
-
 class TestRunsThatEndWell:
     def test_exit_code_is_zero(self, script_run: Run, module_run: Run) -> None:
         assert (script_run.code, module_run.code) == (0, 0), script_run.err + module_run.err
@@ -166,7 +161,7 @@ class TestRunsThatEndWell:
     def test_the_plan_is_written_beside_the_logs_unless_the_user_said_where(
         self, script_run: Run, module_run: Run
     ) -> None:
-        folder = _first_line(script_run).split(", logs in ")[1]
+        folder = script_run.err.splitlines()[1].split(", logs in ")[1]
         assert {script_run.seen(rank)["EPL_RUN_LOG_DIR"] for rank in range(3)} == {folder}
         assert {module_run.seen(rank)["EPL_RUN_LOG_DIR"] for rank in range(2)} == {"mine"}
 
@@ -175,7 +170,7 @@ class TestRunsThatEndWell:
         assert [line for line in script_run.err.splitlines() if not line.startswith("[epl]")] == ["err of rank 0"]
 
     def test_the_first_line_says_where_the_logs_are(self, script_run: Run) -> None:
-        said, folder = _first_line(script_run).split(", logs in ")
+        said, folder = script_run.err.splitlines()[1].split(", logs in ")
         assert said == "[epl] 3 ranks on this node"
         assert Path(folder).parent == script_run.folder / "epl_logs"
 
