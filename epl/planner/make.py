@@ -175,9 +175,6 @@ def _parameters(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, Spl
 
 def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...], splits: Mapping[int, SplitChoice]) -> ParameterPlan:
     choices = [splits[stage] for stage in stages if stage in splits]
-    is_summed_later = any(
-        choice.sums_later(edge) for choice in choices for edge in choice.problem.edges if edge.value == leaf.name
-    )
     return ParameterPlan(
         path=leaf.path,
         aliases=leaf.aliases if isinstance(leaf, Parameter) else (),
@@ -187,7 +184,7 @@ def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...], splits: Mappin
         trainable=isinstance(leaf, Parameter) and leaf.trainable,
         stages=stages,
         placement=str(choices[0].stored.get(leaf.name, "R")) if choices else "R",
-        gradient="P" if is_summed_later else "R",
+        gradient="P" if any(leaf.name in choice.summed_later for choice in choices) else "R",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from epl.errors import StrategyError
 from epl.ir.graph import Graph
@@ -36,12 +37,12 @@ class SplitChoice:
     solution: Solution
     summed: frozenset[str] | None = None
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Option]:
         """How each operator runs, and how each leaf is stored, by name."""
         return {item.name: option for item, option in zip(self.problem.items, self.solution.options, strict=True)}
 
-    @property
+    @cached_property
     def stored(self) -> dict[str, Placement]:
         """How each parameter, buffer and constant is stored, by name."""
         return {
@@ -49,6 +50,11 @@ class SplitChoice:
             for item, option in zip(self.problem.items, self.solution.options, strict=True)
             if item.kind == "stored"
         }
+
+    @cached_property
+    def summed_later(self) -> frozenset[str]:
+        """The weights of whose gradients each rank has a summand until the end of the step."""
+        return frozenset(edge.value for edge in self.problem.edges if self.sums_later(edge))
 
     def conversions(self, edge: Edge) -> list[Conversion]:
         """What stands before each use of a value, in the order of ``edge.uses``."""

@@ -108,15 +108,15 @@ class Patterns:
         self._merge([(found, int(factors[key])) for key, found in classes.items()], atoms)
 
     def _merge(self, parts: list[tuple[_Class, int]], atoms: int) -> None:
-        merged = _Class(atoms, any(found.fixed for found, _ in parts))
+        """Make one class of them: the largest takes in the others, so that no dimension moves more often than need be."""
         for found, factor in parts:
-            merged.repeats.update({node: repeats * factor for node, repeats in found.repeats.items()})
-        if len(parts) == 1:
-            found, _ = parts[0]
-            found.atoms, found.repeats = merged.atoms, merged.repeats
-            return
-        for node in merged.repeats:
-            self._classes[node] = merged
+            if factor != 1:
+                found.repeats = {node: repeats * factor for node, repeats in found.repeats.items()}
+        (home, _), *others = sorted(parts, key=lambda part: -len(part[0].repeats))
+        home.atoms, home.fixed = atoms, any(found.fixed for found, _ in parts)
+        for found, _ in others:
+            home.repeats.update(found.repeats)
+            self._classes.update(dict.fromkeys(found.repeats, home))
 
     def concrete(self, slots: Slots, option: Option) -> Option | None:
         """The option with the units and repeats of this graph; None if it does not fit its classes."""
