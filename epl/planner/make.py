@@ -17,10 +17,17 @@ from epl.planner.split_problem import SplitGroup
 from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
 
-__all__ = ["is_split", "make_plan", "shares_devices", "stage_of_tasks"]
+__all__ = ["choose_splits", "is_split", "make_plan", "shares_devices", "stage_of_tasks"]
 
 
-def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool = False) -> Plan:
+def make_plan(
+    graph: Graph,
+    cluster: Cluster,
+    config: Config,
+    *,
+    is_opaque: bool = False,
+    splits: Mapping[int, SplitChoice] | None = None,
+) -> Plan:
     """The plan for a graph on a cluster.
 
     Args:
@@ -28,6 +35,7 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         cluster: The devices.
         config: Micro-batches, schedule, and how gradients are reduced.
         is_opaque: True if the model runs without a graph.
+        splits: What `choose_splits` gave; it is called if not given.
 
     Raises:
         ClusterError: the devices do not divide by the TaskGraphs' device counts; gives the numbers.
@@ -35,27 +43,13 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         StrategyError: ``split`` of a model that runs without a graph, or an operator that has to see the batch whole.
     """
     stages = _stages(graph, cluster, config)
-    if is_opaque and any(map(is_split, stages)):
-        raise StrategyError(
-            f"{next(spec for spec in graph.tasks if spec.kind == 'split')} needs the model as a graph, and it cannot be "
-            "captured as one: the warning above says why. Mend that, or use replicate."
-        )
+    splits = choose_splits(graph, cluster, config, is_opaque=is_opaque) if splits is None else splits
     _refuse_frequencies(graph, len(stages[0].ranks), config)
     stage_of = stage_of_tasks(stages)
     num_micro_batches = config.pipeline.num_micro_batch
     schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)
     edges = _edges(graph, stage_of)
     outcome = dry_run(schedule, dependencies={(edge.source, edge.target) for edge in edges} or None)
-    splits = {
-        stage.index: choose_split(
-            graph,
-            frozenset(stage.taskgraphs),
-            SplitGroup(stage.device_count, device_model(cluster.device_kind), num_micro_batches),
-            wishes=wished_placements(graph, frozenset(stage.taskgraphs)),
-        )
-        for stage in stages
-        if is_split(stage)
-    }
     return Plan(
         world_size=cluster.world_size,
         num_replicas=len(stages[0].ranks),
@@ -75,6 +69,26 @@ def make_plan(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool
         splits=tuple(describe_split(graph, stages[index], choice) for index, choice in splits.items()),
         notes=_notes(graph, len(stages), is_opaque),
     )
+
+
+def choose_splits(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool = False) -> dict[int, SplitChoice]:
+    """How each ``split`` stage shares out its work, by stage; arguments and errors as of `make_plan`."""
+    stages = [stage for stage in _stages(graph, cluster, config) if is_split(stage)]
+    if is_opaque and stages:
+        raise StrategyError(
+            f"{next(spec for spec in graph.tasks if spec.kind == 'split')} needs the model as a graph, and it cannot be "
+            "captured as one: the warning above says why. Mend that, or use replicate."
+        )
+    device = device_model(cluster.device_kind)
+    return {
+        stage.index: choose_split(
+            graph,
+            frozenset(stage.taskgraphs),
+            SplitGroup(stage.device_count, device, config.pipeline.num_micro_batch),
+            wishes=wished_placements(graph, frozenset(stage.taskgraphs)),
+        )
+        for stage in stages
+    }
 
 
 def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epl.cost.devices import device_model
-from epl.ir.graph import Graph, Op, Ref
+from epl.ir.graph import Graph, Ref
 from epl.ir.types import ListType
 from epl.planner.make import is_split, stage_of_tasks
 from epl.planner.plan import Plan
-from epl.planner.split import choose_split
+from epl.planner.split import SplitChoice, choose_split
 from epl.planner.split_problem import SplitGroup
 from epl.program.codegen import StageCode, generate_code
 from epl.program.instructions import (
@@ -50,8 +50,18 @@ class LoweredStage:
     functions: Mapping[str, Exchange | LocalForm] = field(default_factory=dict)
 
 
-def lower_stage(graph: Graph, plan: Plan, rank: int, *, label: str = "") -> LoweredStage:
-    """The function of the stage that ``rank`` runs."""
+def lower_stage(
+    graph: Graph, plan: Plan, rank: int, *, label: str = "", choice: SplitChoice | None = None
+) -> LoweredStage:
+    """The function of the stage that ``rank`` runs.
+
+    Args:
+        graph: The graph, after all passes.
+        plan: The plan.
+        rank: Whose stage.
+        label: Added to the function's name.
+        choice: The choice that the plan was made with, if it was for this graph; for another graph it is made here.
+    """
     stage, _, position = plan.place_of(rank)
     stage_of = stage_of_tasks(plan.stages)
     ops = tuple(op for op in graph.ops if stage_of[op.task or 0] == stage)
@@ -72,7 +82,9 @@ def lower_stage(graph: Graph, plan: Plan, rank: int, *, label: str = "") -> Lowe
         parts=parts,
         needs_backward=_needs_backward(graph, stage_of, stage, taken),
     )
-    sharded = _shard(graph, plan, stage, ops, position)
+    sharded = ShardedStage(ops, {}, {})
+    if is_split(plan.stages[stage]):
+        sharded = shard_stage(graph, choice or _choose_again(graph, plan, stage), ops, position)
     arguments = (
         *held,
         *(graph.inputs[place].name for place in inputs),
@@ -82,13 +94,11 @@ def lower_stage(graph: Graph, plan: Plan, rank: int, *, label: str = "") -> Lowe
     return LoweredStage(program, generate_code(program.name, sharded.ops, arguments, tuple(results)), sharded.functions)
 
 
-def _shard(graph: Graph, plan: Plan, stage: int, ops: tuple[Op, ...], position: int) -> ShardedStage:
-    """The stage's operators on this rank's shards; as they are unless it is a split stage."""
+def _choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:
+    """How a graph that the plan was not made with flows past the weights where they are."""
     place = plan.stages[stage]
-    if not is_split(place):
-        return ShardedStage(ops, {}, {})
     held = {entry.path: entry for entry in plan.parameters if stage in entry.stages}
-    choice = choose_split(
+    return choose_split(
         graph,
         frozenset(place.taskgraphs),
         SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
@@ -101,7 +111,6 @@ def _shard(graph: Graph, plan: Plan, stage: int, ops: tuple[Op, ...], position: 
             leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"
         ),
     )
-    return shard_stage(graph, choice, ops, position)
 
 
 def _needs_backward(graph: Graph, stage_of: Mapping[int, int], stage: int, taken: tuple[str, ...]) -> bool:

@@ -9,9 +9,9 @@ guards is captured again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ import torch.nn as nn
 from epl.batch import Flat
 from epl.capture.capture import Captured, capture
 from epl.capture.refusals import PlainAttributes
+from epl.cluster import Cluster
+from epl.config import Config
 from epl.errors import RunError
 from epl.ir.graph import Graph, StrategySpec
 from epl.loss import LossFunction, loss_step, output_step
 from epl.passes import apply_passes
-from epl.planner.make import is_split
+from epl.planner.make import choose_splits, is_split, make_plan
 from epl.planner.plan import Plan
+from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.guards import GuardCode, guard_of
 from epl.program.lower import lower_stage
@@ -48,6 +51,7 @@ class Variant:
         number: The same on all ranks that have captured the same operators.
         guard: The branches that the batch alone decides.
         holds: Whether a batch takes these branches.
+        splits: What the plan was made with, if it was made with this graph: how each split stage shares out its work.
         bound: The stage, once it is compiled.
     """
 
@@ -56,7 +60,14 @@ class Variant:
     number: int
     guard: GuardCode | None
     holds: Callable[..., bool]
+    splits: Mapping[int, SplitChoice] = field(default_factory=dict)
     bound: BoundStage | None = None
+
+    def make_plan(self, cluster: Cluster, config: Config) -> Plan:
+        """The plan for this graph; what was chosen for it on the way is kept, so that it need not be chosen again."""
+        is_opaque = self.captured.is_opaque
+        self.splits = choose_splits(self.graph, cluster, config, is_opaque=is_opaque)
+        return make_plan(self.graph, cluster, config, is_opaque=is_opaque, splits=self.splits)
 
 
 class Catalog:
@@ -135,7 +146,8 @@ class Catalog:
             graph = apply_passes(variant.graph, plan)
             self._check_held(graph, plan, rank)
             number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)
-            lowered = lower_stage(graph, plan, rank, label=f"_{number}")
+            choice = variant.splits.get(plan.place_of(rank)[0]) if graph is variant.graph else None
+            lowered = lower_stage(graph, plan, rank, label=f"_{number}", choice=choice)
             variant.graph = graph
             variant.bound = BoundStage(
                 lowered.program,

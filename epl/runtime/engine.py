@@ -18,7 +18,7 @@ from epl.config import Config
 from epl.errors import ConfigError, PlanError, RunError
 from epl.ir.graph import refs_in
 from epl.loss import LossFunction
-from epl.planner.make import make_plan, shares_devices
+from epl.planner.make import shares_devices
 from epl.planner.plan import Plan
 from epl.planner.table import plan_table
 from epl.runtime.agree import StepNumbers, agree_on, agree_on_step, all_succeed, digest
@@ -158,7 +158,7 @@ class Engine:
             raise RunError("the first batch is empty; a plan needs at least one sample")
         piece = flat._replace(tensors=take(flat.tensors, size, parts[0]))
         variant = self._catalog.find(kind, self._catalog.model_key(), piece)
-        return make_plan(variant.graph, self._cluster, self._config, is_opaque=variant.captured.is_opaque)
+        return variant.make_plan(self._cluster, self._config)
 
     def share_of_data(self, example: Callable[[int], Any]) -> tuple[int, int]:
         """(this rank's replica, number of replicas); makes the plan if there is none yet.

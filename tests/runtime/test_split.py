@@ -236,10 +236,11 @@ def test_recomputed_segments_communicate_and_draw_again() -> None:
 
 
 def choose_otherwise(rank: int) -> None:
-    """One rank chooses as if sending were free."""
+    """One rank chooses as if sending were free, for a batch of another size than the plan's."""
+    engine = start(chain(1), SPLIT_2)
     if rank == 1:
         lower.device_model = lambda _: replace(CPU, link=LinkModel(0.0, 1e30))
-    start(chain(1), SPLIT_2).train_step(batch_of(7))
+    engine.train_step(batch_of(9))
 
 
 def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_one_another() -> None:
