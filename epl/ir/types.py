@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -48,12 +49,14 @@ class TensorType:
         return None not in self.shape
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape as numbers; unknown dimensions count as 1."""
+        return tuple(1 if size is None else size for size in self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the elements; unknown dimensions count as 1."""
-        count = 1
-        for size in self.shape:
-            count *= 1 if size is None else size
-        return count * self.dtype.itemsize
+        return prod(self.sizes) * self.dtype.itemsize
 
     @property
     def is_differentiable(self) -> bool:

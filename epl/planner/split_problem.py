@@ -32,7 +32,6 @@ __all__ = [
     "Use",
     "slots_of",
     "split_problem",
-    "static_shape",
     "value_names",
 ]
 
@@ -216,18 +215,13 @@ def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
     kinds: dict[str, Type] = {name: leaf.type for name, leaf in graph.leaves.items()}
     for op in graph.ops:
         kinds |= _results(op)
-    return {name: static_shape(kind) for name, kind in kinds.items() if isinstance(kind, TensorType)}
+    return {name: kind.sizes for name, kind in kinds.items() if isinstance(kind, TensorType)}
 
 
 def _results(op: Op) -> dict[str, Type]:
     if isinstance(op.type, ListType):
         return {f"{op.name}.{number}": kind for number, kind in enumerate(op.type.items)}
     return {op.name: op.type}
-
-
-def static_shape(kind: TensorType) -> tuple[int, ...]:
-    """The shape with 0 for what is known at run time only."""
-    return tuple(size or 0 for size in kind.shape)
 
 
 def value_names(graph: Graph) -> dict[str, str]:
@@ -264,7 +258,7 @@ def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer
         return [build.pins[leaf.name]]
     if isinstance(leaf, Constant):
         return [WHOLE]
-    shards = list(patterns.shards_of(leaf.name, static_shape(leaf.type)))
+    shards = list(patterns.shards_of(leaf.name, leaf.type.sizes))
     if leaf.name in build.wishes:
         return [_as_wished(build, leaf, shards)]
     is_written = leaf.name in build.graph.written  # in place, perhaps by an operator that has to see all of it
@@ -329,10 +323,10 @@ def _time_s(build: _Builder, call: Call, option: Option, *, backward: bool) -> f
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for (argument, ref), placement in zip(call.refs, option.inputs, strict=True):
         kind = build.graph.type_of(ref)
-        shape = static_shape(kind) if isinstance(kind, TensorType) else ()
+        shape = kind.sizes if isinstance(kind, TensorType) else ()
         shapes.setdefault(argument, []).append(_largest(shape, placement, build.num_ranks))
     outputs = [
-        _largest(static_shape(kind), placement, build.num_ranks)
+        _largest(kind.sizes, placement, build.num_ranks)
         for kind, placement in zip(call.results, option.outputs, strict=True)
     ]
     itemsize = call.results[0].dtype.itemsize if call.results else 4
@@ -341,7 +335,7 @@ def _time_s(build: _Builder, call: Call, option: Option, *, backward: bool) -> f
 
 def _largest(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
     """What rank 0 holds, which never has less than the others."""
-    return tuple(size or 0 for size in local_shape(shape, placement, num_ranks, 0))
+    return local_shape(shape, placement, num_ranks, 0)
 
 
 def _pattern(path: str) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 from epl.ir.graph import Argument, Graph, Op, Ref, map_refs
 from epl.ir.types import ListType, TensorType, Type
 from epl.planner.split import SplitChoice
-from epl.planner.split_problem import static_shape, value_names
+from epl.planner.split_problem import value_names
 from epl.sharding.collectives import Collectives
 from epl.sharding.conversions import Conversion, convert
 from epl.sharding.forms import FORMS, Cut
 from epl.sharding.options import Call, Option
-from epl.sharding.placements import Placement, local_shape
+from epl.sharding.placements import Placement, Shard, local_shape
 
 __all__ = ["Exchange", "LocalForm", "ShardedStage", "shard_stage"]
 
@@ -140,7 +140,7 @@ class _Writer:
         assert isinstance(kind, TensorType)
         number = len(self.functions)
         name, target = f"{ref}_to_{number}", f"exchange.{_label(conversion)}_{number}"
-        self.functions[target] = Exchange(conversion, static_shape(kind))
+        self.functions[target] = Exchange(conversion, kind.sizes)
         local = self._local(kind, conversion.value.target)
         self.ops.append(Op(name, local, target, (Ref(ref),), task=op.task, segment=op.segment, grad=op.grad))
         return name
@@ -148,7 +148,7 @@ class _Writer:
     def _as_form(self, op: Op, call: Call, option: Option) -> Op:
         target = f"form.{option.form}_{len(self.functions)}"
         inputs = tuple(_shape_of(self.graph.type_of(ref)) for _, ref in call.refs)
-        outputs = tuple(static_shape(kind) for kind in call.results)
+        outputs = tuple(kind.sizes for kind in call.results)
         dtypes = tuple(kind.dtype for kind in call.results)
         self.functions[target] = LocalForm(option.form, Cut(option.inputs, option.outputs, inputs, outputs, dtypes))
         given = _arguments(op, call)
@@ -172,7 +172,9 @@ class _Writer:
         return kinds.items[place]
 
     def _local(self, kind: TensorType, placement: Placement) -> TensorType:
-        return TensorType(kind.dtype, local_shape(kind.shape, placement, self.num_ranks, self.position))
+        if not isinstance(placement, Shard):
+            return kind
+        return TensorType(kind.dtype, local_shape(kind.sizes, placement, self.num_ranks, self.position))
 
 
 def _label(conversion: Conversion) -> str:
@@ -182,7 +184,7 @@ def _label(conversion: Conversion) -> str:
 
 
 def _shape_of(kind: Type) -> tuple[int, ...]:
-    return static_shape(kind) if isinstance(kind, TensorType) else ()
+    return kind.sizes if isinstance(kind, TensorType) else ()
 
 
 def _with_refs(op: Op, call: Call, refs: list[tuple[str, str]]) -> Op:

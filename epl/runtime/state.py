@@ -239,7 +239,7 @@ def _joined(
     parts: list[torch.Tensor] = []
     for position, owner in enumerate(owners):
         shape = local_shape(entry.shape, placement, len(owners), position)
-        part = _from_owner(world, owner, tensor, like.new_empty(tuple(size or 0 for size in shape)))
+        part = _from_owner(world, owner, tensor, like.new_empty(shape))
         if part is None:
             return None
         parts.append(part)

@@ -156,13 +156,9 @@ def _pieces(ranks: Collectives, tensor: torch.Tensor, target: Placement) -> list
     return [take_shard(tensor, target, ranks.size, rank).contiguous() for rank in range(ranks.size)]
 
 
-def _shapes(ranks: Collectives, placement: Placement, shape: Sequence[int | None]) -> list[tuple[int, ...]]:
+def _shapes(ranks: Collectives, placement: Placement, shape: Sequence[int]) -> list[tuple[int, ...]]:
     """What each rank holds of a tensor of this shape."""
-    return [_sized(local_shape(shape, placement, ranks.size, rank)) for rank in range(ranks.size)]
-
-
-def _sized(shape: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(size or 0 for size in shape)
+    return [local_shape(shape, placement, ranks.size, rank) for rank in range(ranks.size)]
 
 
 def convert(ranks: Collectives, tensor: torch.Tensor, conversion: Conversion, shape: Sequence[int]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from epl.ir.graph import refs_in
 from epl.ir.types import ListType, TensorType
 from epl.sharding.options import Call, Option, is_possible
 from epl.sharding.placements import Placement, Shard, parse_placement
-from epl.sharding.stand_ins import StandIn, operator_of, shape_class, sized, stand_ins
+from epl.sharding.stand_ins import StandIn, operator_of, shape_class, stand_ins
 from epl.sharding.trials import fingerprint, holding, options_by_trial
 
 __all__ = ["discover", "shape_class"]
@@ -64,7 +64,7 @@ def discover(call: Call) -> tuple[Option, ...]:
 def _proved(call: Call, folder: Path, options: list[Option]) -> tuple[Option, ...]:
     """Those that hold at the real sizes, too; none of a call that is too large to try."""
     stand_in = shape_class(call, keep=_LARGEST)
-    if sum(prod(sized(kind)) for kind in stand_in.kinds) > _LARGEST or not options:
+    if sum(prod(kind.sizes) for kind in stand_in.kinds) > _LARGEST or not options:
         return ()
     entry = _read(folder, stand_in)
     if entry is None or entry.options is None:
@@ -77,7 +77,7 @@ def _real(call: Call, option: Option) -> Option | None:
     """The option of the stand-in as one of the call, whose units may be longer; None if the call has no such option."""
     kinds = [kind for name in dict.fromkeys(name for name, _ in call.refs) for kind in call.types(name)]
     placed = list(zip((*kinds, *call.results), (*option.inputs, *option.outputs), strict=True))
-    cuts = [(sized(kind)[place.dim], place) for kind, place in placed if isinstance(place, Shard)]
+    cuts = [(kind.sizes[place.dim], place) for kind, place in placed if isinstance(place, Shard)]
     count = next((size for size, place in cuts if place == Shard(place.dim)), 0)
     if any(place.unit > 1 and not 2 <= 2 * count <= size for size, place in cuts):
         return None
@@ -85,11 +85,11 @@ def _real(call: Call, option: Option) -> Option | None:
     def scaled(kind: TensorType, place: Placement) -> Placement:
         if not isinstance(place, Shard) or place.unit == 1:
             return place
-        return replace(place, unit=sized(kind)[place.dim] // count)
+        return replace(place, unit=kind.sizes[place.dim] // count)
 
     places = tuple(scaled(kind, place) for kind, place in placed)
     found = replace(option, inputs=places[: len(kinds)], outputs=places[len(kinds) :])
-    fits = not option.sizes or call[option.sizes] == sized(call.results[0])
+    fits = not option.sizes or call[option.sizes] == call.results[0].sizes
     return found if fits and is_possible(call, found) else None
 
 

@@ -120,7 +120,7 @@ class Call:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an argument that is a tensor."""
-        return _static(self.type(name))
+        return self.type(name).sizes
 
     def rank(self, name: str) -> int:
         """Number of dimensions of an argument that is a tensor."""
@@ -183,12 +183,8 @@ def is_possible(call: Call, option: Option) -> bool:
     for kind, place in zip((*kinds, *call.results), (*option.inputs, *option.outputs), strict=True):
         if isinstance(place, Shard):
             assert isinstance(kind, TensorType)
-            counts.add(place.num_units(_static(kind)[place.dim]))
+            counts.add(place.num_units(kind.sizes[place.dim]))
     return len(counts) <= 1 and None not in counts and counts.isdisjoint({0, 1})
-
-
-def _static(kind: TensorType) -> tuple[int, ...]:
-    return tuple(size if size is not None else -1 for size in kind.shape)
 
 
 def _tensors_in(argument: Argument, type_of: Callable[[str], Type]) -> Iterator[str]:

@@ -98,14 +98,12 @@ def parse_placement(text: str) -> Placement:
     return Shard(int(match[1]), int(match[2] or 1), int(match[3] or 1))
 
 
-def local_shape(shape: Sequence[int | None], placement: Placement, num_ranks: int, rank: int) -> tuple[int | None, ...]:
+def local_shape(shape: Sequence[int], placement: Placement, num_ranks: int, rank: int) -> tuple[int, ...]:
     """The shape of what one rank holds."""
     if not isinstance(placement, Shard):
         return tuple(shape)
-    size = shape[placement.dim]
-    assert size is not None, f"{placement} of a dimension that is known at run time only"
-    local = placement.sizes(size, num_ranks)[rank] * placement.repeats
-    return (*shape[: placement.dim], local, *shape[placement.dim + 1 :])
+    dim = placement.dim
+    return (*shape[:dim], placement.sizes(shape[dim], num_ranks)[rank] * placement.repeats, *shape[dim + 1 :])
 
 
 def take_shard(whole: torch.Tensor, placement: Placement, num_ranks: int, rank: int) -> torch.Tensor:

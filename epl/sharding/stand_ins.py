@@ -18,7 +18,7 @@ from epl.ir.graph import Argument, map_refs
 from epl.ir.types import TensorType
 from epl.sharding.options import Call
 
-__all__ = ["StandIn", "operator_of", "shape_class", "sized", "stand_ins"]
+__all__ = ["StandIn", "operator_of", "shape_class", "stand_ins"]
 
 _SMALL_SIZES = (4, 6, 8, 12, 16, 18, 20, 24)  # several divisors each; over 3 ranks some are cut evenly, some not
 _SMALL_ELEMENTS = 4096  # in all arguments of a call that is tried with its own sizes
@@ -69,14 +69,14 @@ def shape_class(call: Call, *, keep: int = 1, multiples: bool = False) -> StandI
         keep: Sizes up to this one stay what they are.
         multiples: A size that is 2 to 4 times another stays so.
     """
-    sizes = sorted({size for name, _ in call.refs for kind in call.types(name) for size in sized(kind)})
+    sizes = sorted({size for name, _ in call.refs for kind in call.types(name) for size in kind.sizes})
     kept = [size for size in sizes if size <= max(1, keep)]
     others = [size for size in sizes if size > max(1, keep)]
     small = dict(zip(kept, kept, strict=True)) | dict(zip(others, _small_sizes(others, multiples), strict=True))
     names = dict.fromkeys(name for name, _ in call.refs)
     kinds = [kind for name in names for kind in call.types(name)]
     largest_rank = max((len(kind.shape) for kind in (*kinds, *call.results)), default=0)
-    shapes = {sized(kind) for kind in call.results}
+    shapes = {kind.sizes for kind in call.results}
 
     def change(argument: Argument) -> Argument:
         if isinstance(argument, tuple) and argument in shapes:
@@ -92,8 +92,8 @@ def shape_class(call: Call, *, keep: int = 1, multiples: bool = False) -> StandI
     return StandIn(
         call.op.target,
         tuple((name, change(argument)) for name, argument in call.arguments.items()),
-        tuple(TensorType(_exact(kind.dtype), tuple(small[size] for size in sized(kind))) for kind in kinds),
-        tuple(tuple(small.get(size) for size in sized(kind)) for kind in call.results),
+        tuple(TensorType(_exact(kind.dtype), tuple(small[size] for size in kind.sizes)) for kind in kinds),
+        tuple(tuple(small.get(size) for size in kind.sizes) for kind in call.results),
         call.op.grad,
     )
 
@@ -120,15 +120,10 @@ def stand_ins(call: Call) -> Iterator[StandIn]:
     yield shape_class(call)
     if shape_class(call) != shape_class(call, multiples=True):
         yield shape_class(call, multiples=True)
-    if any(size in (2, 3) for kind in kinds for size in sized(kind)):
+    if any(size in (2, 3) for kind in kinds for size in kind.sizes):
         yield shape_class(call, keep=3, multiples=True)
-    if sum(prod(sized(kind)) for kind in kinds) <= _SMALL_ELEMENTS:
+    if sum(prod(kind.sizes) for kind in kinds) <= _SMALL_ELEMENTS:
         yield shape_class(call, keep=_SMALL_ELEMENTS)
-
-
-def sized(kind: TensorType) -> tuple[int, ...]:
-    """A shape as numbers; -1 for what is known at run time only."""
-    return tuple(size if size is not None else -1 for size in kind.shape)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

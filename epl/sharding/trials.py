@@ -23,7 +23,7 @@ from epl.ir.graph import Argument
 from epl.ir.types import TensorType
 from epl.sharding.options import PARTIAL, WHOLE, Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated, Shard, join_shards, local_shape, take_shard
-from epl.sharding.stand_ins import StandIn, operator_of, sized
+from epl.sharding.stand_ins import StandIn, operator_of
 
 __all__ = ["fingerprint", "holding", "options_by_trial"]
 
@@ -73,7 +73,7 @@ def holding(stand_in: StandIn, options: Sequence[Option]) -> tuple[Option, ...]:
 
 def fingerprint(stand_in: StandIn) -> str:
     """A number for what a stand-in gives, and its gradients, to six digits: after a change of code it is another one."""
-    smallest = min((size for kind in stand_in.kinds for size in sized(kind) if size > 1), default=2)
+    smallest = min((size for kind in stand_in.kinds for size in kind.sizes if size > 1), default=2)
     generator = torch.Generator().manual_seed(_SEED)
     with _undisturbed():
         tries = (_draw(stand_in, generator, way) for way in _WAYS[0].easier(smallest))
@@ -115,7 +115,7 @@ def _draws(stand_in: StandIn, ways: Sequence[_Way] = ()) -> list[_Draw]:
     Draws of other magnitudes, and of signs alone, may be missing: they are for thresholds and targets. Where truth values
     or whole numbers are mixed, by ``any`` or ``max``, parts often agree by chance: there are more draws.
     """
-    smallest = min((size for kind in stand_in.kinds for size in sized(kind) if size > 1), default=2)
+    smallest = min((size for kind in stand_in.kinds for size in kind.sizes if size > 1), default=2)
     is_real = all(kind.is_differentiable for kind in stand_in.kinds)
     ways = ways or (_WAYS if is_real else _WAYS_WITH_INTEGERS)
     generator = torch.Generator().manual_seed(_SEED)
@@ -187,7 +187,7 @@ def _draw(stand_in: StandIn, generator: torch.Generator, way: _Way) -> _Draw | N
 
 
 def _random(kind: TensorType, generator: torch.Generator, way: _Way) -> torch.Tensor:
-    shape = sized(kind)
+    shape = kind.sizes
     if not kind.is_differentiable:
         is_set = torch.rand(shape, generator=generator) < way.share
         number = 1 if kind.dtype == torch.bool else torch.randint(way.high, shape, generator=generator)
@@ -258,7 +258,7 @@ def _filled(gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
 
 def _combinations(stand_in: StandIn, draw: _Draw) -> list[tuple[Placement, ...]]:
     """What the arguments may be used as, simple combinations first; all that is cut has the same number of units."""
-    shapes = [sized(kind) for kind in stand_in.kinds]
+    shapes = [kind.sizes for kind in stand_in.kinds]
     sums: list[list[Placement]] = [[PARTIAL] * kind.is_differentiable for kind in stand_in.kinds]
     found: dict[tuple[Placement, ...], None] = {tuple(PARTIAL if add else WHOLE for add in sums): None}
     counts = {size for shape in (*shapes, *(each.shape for each in draw.whole.results)) for size in shape}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from epl.ir.types import TensorType
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Placement, Shard
 
-__all__ = ["aligned", "broadcast_cuts", "cut_with", "dims_of", "linear_in", "passed_on", "static", "table"]
+__all__ = ["aligned", "broadcast_cuts", "cut_with", "dims_of", "linear_in", "passed_on", "table"]
 
 
 def table(rule: Rule, names: str) -> dict[str, Rule]:
@@ -43,7 +42,7 @@ def broadcast_cuts(
 def cut_with(call: Call, dim: int, rank: int, names: Collection[str] = ()) -> dict[str, list[Placement]]:
     """How the named arguments (all of them) are cut if what they are broadcast to is cut along ``dim``."""
     chosen = names or dict.fromkeys(name for name, _ in call.refs)
-    return {name: [aligned(static(kind), dim, rank) for kind in call.types(name)] for name in chosen}
+    return {name: [aligned(kind.sizes, dim, rank) for kind in call.types(name)] for name in chosen}
 
 
 def passed_on(call: Call, dims: Mapping[int, int], *, of: str = "self", form: str = "") -> Iterator[Option]:
@@ -62,8 +61,3 @@ def linear_in(call: Call, *names: str, form: str = "") -> Iterator[Option]:
     # what is rounded to whole numbers does not add up again
     if is_whole_sum and (gives_real or not any(kind.is_differentiable for kind in kinds)):
         yield call.option(dict.fromkeys(names, PARTIAL), PARTIAL, form=form)
-
-
-def static(kind: TensorType) -> tuple[int, ...]:
-    """A shape of which every size is known."""
-    return tuple(size or 0 for size in kind.shape)

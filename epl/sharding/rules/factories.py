@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Shard
-from epl.sharding.rules.common import broadcast_cuts, static, table
+from epl.sharding.rules.common import broadcast_cuts, table
 
 __all__ = ["RULES"]
 
@@ -27,7 +27,7 @@ def new(call: Call) -> Iterator[Option]:
     """``new_zeros``: the other tensor only lends its type."""
     yield from filled(call)
     yield call.option({"self": PARTIAL}, WHOLE)
-    made = static(call.results[0])
+    made = call.results[0].sizes
     for source, size in enumerate(call.shape("self")):
         yield call.option({"self": Shard(source)}, WHOLE)
         for dim in range(len(made)):

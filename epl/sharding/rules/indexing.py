@@ -9,7 +9,7 @@ import torch
 
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Shard
-from epl.sharding.rules.common import aligned, cut_with, linear_in, passed_on, static, table
+from epl.sharding.rules.common import aligned, cut_with, linear_in, passed_on, table
 
 __all__ = ["RULES"]
 
@@ -34,7 +34,7 @@ def slicing(call: Call) -> Iterator[Option]:
     if not all(isinstance(call[name], (int, type(None))) for name in ("start", "end", "step")):
         return  # a number that is found during the run
     start, stop, _ = slice(call["start"], _stop(call), step).indices(size)
-    length = static(call.results[0])[dim]
+    length = call.results[0].sizes[dim]
     if step == 1 and length > 0:
         stretch = gcd(size, start, length)
         yield call.option(
@@ -196,7 +196,7 @@ def index(call: Call) -> Iterator[Option]:
         kept, first, width = found
         yield from passed_on(call, kept)
         for dim in range(width):
-            used = [aligned(static(kind), dim, width) for kind in call.types("indices")]
+            used = [aligned(kind.sizes, dim, width) for kind in call.types("indices")]
             yield call.option({"indices": used}, Shard(first + dim))
         yield from linear_in(call, "self")
 

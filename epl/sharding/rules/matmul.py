@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from epl.sharding.options import PARTIAL, WHOLE, Call, Option, Rule
 from epl.sharding.placements import Placement, Shard
-from epl.sharding.rules.common import aligned, cut_with, static, table
+from epl.sharding.rules.common import aligned, cut_with, table
 
 __all__ = ["RULES"]
 
@@ -43,7 +43,7 @@ def _cut(call: Call, name: str, tensors: Sequence[str], letter: str) -> list[Pla
     """Tensors without the letter, and those that are broadcast along it, stay whole."""
     kinds = zip(tensors, call.types(name), strict=True)
     return [
-        Shard(letters.index(letter)) if letter in letters and static(kind)[letters.index(letter)] != 1 else WHOLE
+        Shard(letters.index(letter)) if letter in letters and kind.sizes[letters.index(letter)] != 1 else WHOLE
         for letters, kind in kinds
     ]
 

@@ -12,7 +12,7 @@ from math import lcm, prod
 
 from epl.sharding.options import Call, Option, Rule
 from epl.sharding.placements import Shard
-from epl.sharding.rules.common import broadcast_cuts, dims_of, linear_in, passed_on, static, table
+from epl.sharding.rules.common import broadcast_cuts, dims_of, linear_in, passed_on, table
 
 __all__ = ["RULES", "reshape_cuts"]
 
@@ -55,7 +55,7 @@ def _same_places(
 
 def _reshaping(*, sizes: str = "", form: str = "") -> Rule:
     def rule(call: Call) -> Iterator[Option]:
-        for source, target in reshape_cuts(call.shape("self"), static(call.results[0])):
+        for source, target in reshape_cuts(call.shape("self"), call.results[0].sizes):
             yield call.option({"self": source}, target, sizes=sizes, form=form)
         yield from linear_in(call, "self")
 
