@@ -32,12 +32,12 @@ from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
 from epl.runtime.state import (
     add_gradients,
+    agree_on_model,
     align_buffers,
     first_names,
     gather_state,
     load_whole,
     make_equal,
-    model_lines,
     release,
     scale_gradients,
     take_gradients,
@@ -133,7 +133,7 @@ class Engine:
         if self._runner is not None:
             return self._runner.plan
         agree_on(self._world, "the settings", settings_lines(self._config))
-        agree_on(self._world, "the model's parameters", model_lines(self._model))
+        agree_on_model(self._world, self._model)
         self._world.watch.now("the capture of the model")
         plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))
         agree_on(self._world, "the plan", plan.to_json().splitlines())

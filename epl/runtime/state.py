@@ -18,18 +18,18 @@ import torch.nn as nn
 
 from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
-from epl.runtime.agree import all_succeed, content_of
+from epl.runtime.agree import agree_on, all_succeed, content_of
 from epl.runtime.world import Group, World
 from epl.sharding.placements import join_shards, local_shape, parse_placement, take_shard
 
 __all__ = [
     "add_gradients",
+    "agree_on_model",
     "align_buffers",
     "first_names",
     "gather_state",
     "load_whole",
     "make_equal",
-    "model_lines",
     "own_part",
     "release",
     "scale_gradients",
@@ -38,6 +38,7 @@ __all__ = [
     "whole_shapes",
 ]
 
+_CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
 _BROADCAST_BYTES = 32 << 20  # EPL broadcasts initial weights in pieces of 32 MiB
 
 
@@ -53,23 +54,25 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: firsts[id(tensor)] for name, tensor in named}
 
 
-def model_lines(model: nn.Module) -> list[str]:
-    """One line for each parameter and buffer: what ranks must have in common."""
-    return [
+def agree_on_model(world: World, model: nn.Module) -> None:
+    """Raise on every rank unless all ranks have a whole model with the same parameters and buffers.
+
+    Raises:
+        RunError: the models differ, or an earlier engine has spread the model over the ranks.
+    """
+    all_succeed(world, lambda: _refuse_released(model))
+    lines = [
         f"{path}: {tuple(tensor.shape)} {tensor.dtype} {'trainable' if tensor.requires_grad else 'fixed'}"
         for path, tensor in tensors_by_path(model).items()
     ]
+    agree_on(world, "the model's parameters", lines)
 
 
 def make_equal(world: World, model: nn.Module) -> bool:
     """Give every rank rank 0's weights and buffers; True if some rank had others (another seed, a checkpoint on rank 0).
 
-    The ranks' models have the same `model_lines`.
-
-    Raises:
-        RunError: an earlier engine has spread the model over the ranks.
+    The ranks have agreed on the model (`agree_on_model`).
     """
-    all_succeed(world, lambda: _refuse_released(model))
     tensors = list(tensors_by_path(model).values())
     numbers = world.gather_numbers([_fingerprint(tensors)])
     if all(number == numbers[0] for number in numbers):
@@ -84,7 +87,8 @@ def make_equal(world: World, model: nn.Module) -> bool:
 
 
 def _refuse_released(model: nn.Module) -> None:
-    released = [path for path, tensor in tensors_by_path(model).items() if _is_released(tensor)]
+    tensors = tensors_by_path(model)
+    released = [path for path, tensor in tensors.items() if _is_released(tensor) or hasattr(tensor, _CUT)]
     if released:
         raise RunError(
             f"an earlier engine has spread this model over the ranks, and this rank does not hold {released[0]} and "
@@ -131,6 +135,7 @@ def release(model: nn.Module, plan: Plan, rank: int) -> None:
             tensor.data = torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         elif entry.placement != "R":
             tensor.data = own_part(entry, plan, rank, tensor.detach()).clone(memory_format=torch.contiguous_format)
+            setattr(tensor, _CUT, True)
 
 
 def own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -> torch.Tensor:

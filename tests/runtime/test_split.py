@@ -264,6 +264,30 @@ def test_an_optimizer_that_looks_at_whole_weights_is_refused() -> None:
         assert "StrategyError: Muon looks at a whole weight" in said
 
 
+def start_again(rank: int) -> None:
+    engine = start(chain(1), SPLIT_2)
+    model = user_model(engine)
+    engine.close()
+    again = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again.train_step(batch_of(7))
+
+
+def test_a_model_that_an_engine_has_cut_is_refused_by_the_next() -> None:
+    """Its weights have the shapes of parts; where these happen to fit, it would be another model without a word."""
+    for said in launch_expecting_errors(2, start_again):
+        assert "RunError: an earlier engine has spread this model over the ranks" in said
+
+
+@run_on(4)
+def test_a_replica_without_samples_takes_part(rank: int) -> None:
+    problem = Problem(partial(seeded, Chain), [batch_of(3)])
+    expected = plain(problem)
+    engine = start(problem, replace(SPLIT_2, world=4))
+    batch = problem.batches[0] if rank < 2 else {name: value[:0] for name, value in problem.batches[0].items()}
+    assert_close([engine.train_step(batch).item()], expected.losses, torch.float64)
+    assert_close(engine.state_dict(), expected.state, torch.float64)
+
+
 class Closed(nn.Module):
     """Cannot be captured: it leaves the tensors."""
 
