@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from epl.cost.devices import LinkModel
 
-__all__ = ["bytes_sent", "collective_s"]
+__all__ = ["bytes_sent", "collective_s", "transfer_s"]
 
 
 def bytes_sent(kind: str, size_bytes: float, num_ranks: int) -> float:
@@ -32,3 +32,8 @@ def collective_s(kind: str, size_bytes: float, num_ranks: int, link: LinkModel) 
     steps = {"all_reduce": 2 * (num_ranks - 1), "all_to_all": 1}.get(kind, num_ranks - 1)
     sent = bytes_sent(kind, size_bytes, num_ranks)
     return steps * link.latency_s + sent / link.bandwidth_bytes_per_s if sent else 0.0
+
+
+def transfer_s(size_bytes: float, link: LinkModel) -> float:
+    """Time in seconds until a value of this size has gone from one rank to another."""
+    return link.latency_s + size_bytes / link.bandwidth_bytes_per_s

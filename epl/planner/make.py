@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
@@ -11,13 +10,16 @@ from epl.cost.devices import device_model
 from epl.errors import StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
-from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan
+from epl.planner.crossings import crossings
+from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan, sharded_stages
 from epl.planner.split import SplitChoice, choose_split, wished_placements
 from epl.planner.split_problem import SplitGroup
 from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
+from epl.sharding.options import WHOLE
+from epl.sharding.placements import Placement, Shard, parse_placement
 
-__all__ = ["choose_splits", "is_split", "make_plan", "shares_devices", "stage_of_tasks"]
+__all__ = ["choose_again", "choose_splits", "make_plan", "shares_devices", "stage_of_tasks"]
 
 
 def make_plan(
@@ -48,7 +50,7 @@ def make_plan(
     stage_of = stage_of_tasks(stages)
     num_micro_batches = config.pipeline.num_micro_batch
     schedule = generate(config.pipeline.strategy, len(stages), num_micro_batches)
-    edges = _edges(graph, stage_of)
+    edges = _edges(graph, stage_of, splits)
     outcome = dry_run(schedule, dependencies={(edge.source, edge.target) for edge in edges} or None)
     return Plan(
         world_size=cluster.world_size,
@@ -72,23 +74,60 @@ def make_plan(
 
 
 def choose_splits(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: bool = False) -> dict[int, SplitChoice]:
-    """How each ``split`` stage shares out its work, by stage; arguments and errors as of `make_plan`."""
-    stages = [stage for stage in _stages(graph, cluster, config) if is_split(stage)]
-    if is_opaque and stages:
+    """How each stage of several devices shares out the work, by stage; arguments and errors as of `make_plan`.
+
+    A weight that several stages use is placed by the first one; over different device counts it is whole.
+    """
+    stages = _stages(graph, cluster, config)
+    sharded = sharded_stages(stages)
+    if is_opaque and sharded:
         raise StrategyError(
-            f"{next(spec for spec in graph.tasks if spec.kind == 'split')} needs the model as a graph, and it cannot be "
-            "captured as one: the warning above says why. Mend that, or use replicate."
+            f"{graph.tasks[sharded[0].taskgraphs[0]]} needs the model as a graph, and it cannot be captured as one: the "
+            "warning above says why. Mend that, or use one replicate for the whole model."
         )
     device = device_model(cluster.device_kind)
-    return {
-        stage.index: choose_split(
-            graph,
-            frozenset(stage.taskgraphs),
-            SplitGroup(stage.device_count, device, config.pipeline.num_micro_batch),
-            wishes=wished_placements(graph, frozenset(stage.taskgraphs)),
-        )
-        for stage in stages
-    }
+    users = _users(graph, stage_of_tasks(stages))
+    tied = frozenset(leaf.name for leaf in graph.parameters if len(users.get(leaf.name, ())) > 1)
+    pins = {name: WHOLE for name in tied if len({stages[index].device_count for index in users[name]}) > 1}
+    choices: dict[int, SplitChoice] = {}
+    for stage in sharded:
+        tasks = frozenset(stage.taskgraphs)
+        wishes = wished_placements(graph, tasks)
+        _refuse_other_wishes(graph, pins, wishes)
+        group = SplitGroup(stage.device_count, device, config.pipeline.num_micro_batch)
+        choices[stage.index] = choice = choose_split(graph, tasks, group, pins=pins, wishes=wishes, tied=tied)
+        pins |= {name: place for name, place in choice.stored.items() if name in tied}
+    return choices
+
+
+def _refuse_other_wishes(graph: Graph, pins: Mapping[str, Placement], wishes: Mapping[str, Placement]) -> None:
+    for name in pins.keys() & wishes.keys():
+        pin, wish = pins[name], wishes[name]
+        if pin != wish and not (isinstance(pin, Shard) and isinstance(wish, Shard) and pin.dim == wish.dim):
+            path = next(leaf.path for leaf in graph.parameters if leaf.name == name)
+            raise StrategyError(
+                f"{path} is tied over several stages, where it is placed as {pin}; split(placements=...) asks for {wish}. "
+                "Ask for the same in all of them, and over different device counts for R."
+            )
+
+
+def choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:
+    """How a graph that the plan was not made with flows past the weights where they are."""
+    place = plan.stages[stage]
+    held = {entry.path: entry for entry in plan.parameters if stage in entry.stages}
+    return choose_split(
+        graph,
+        frozenset(place.taskgraphs),
+        SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
+        pins={
+            leaf.name: parse_placement(held[leaf.path].placement)
+            for leaf in (*graph.parameters, *graph.buffers)
+            if leaf.path in held
+        },
+        summed=frozenset(
+            leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"
+        ),
+    )
 
 
 def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None:
@@ -101,11 +140,6 @@ def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None
             f"a part of the batch, and there would be {parts} parts: its gradient would be another one. Leave it out, or "
             "train with one replica and pipeline.num_micro_batch=1."
         )
-
-
-def is_split(stage: StagePlan) -> bool:
-    """True if the ranks of a stage share out its weights."""
-    return stage.kind == "split" and stage.device_count > 1
 
 
 def stage_of_tasks(stages: tuple[StagePlan, ...]) -> dict[int, int]:
@@ -142,19 +176,10 @@ def _stage(graph: Graph, index: int, tasks: tuple[int, ...], ranks: tuple[tuple[
     return StagePlan(index, "+".join(spec.name for spec in specs), kind, tasks, ranks)
 
 
-@dataclass(frozen=True)
-class _Crossing:
-    value: str
-    source: int
-    target: int
+def _edges(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, SplitChoice]) -> tuple[EdgePlan, ...]:
+    def placement(stage: int, value: str) -> str:
+        return str(splits[stage].crossing[value]) if stage in splits else "R"
 
-
-def _edges(graph: Graph, stage_of: dict[int, int]) -> tuple[EdgePlan, ...]:
-    crossings = dict.fromkeys(
-        _Crossing(edge.name, stage_of[edge.source], stage_of[edge.target])
-        for edge in graph.edges
-        if stage_of[edge.source] != stage_of[edge.target]
-    )
     return tuple(
         EdgePlan(
             crossing.value,
@@ -163,8 +188,10 @@ def _edges(graph: Graph, stage_of: dict[int, int]) -> tuple[EdgePlan, ...]:
             str(graph.type_of(crossing.value)),
             _size_bytes(graph.type_of(crossing.value)),
             crossing.value in graph.needs_grad,
+            placement(crossing.source, crossing.value),
+            placement(crossing.target, crossing.value),
         )
-        for crossing in crossings
+        for crossing in crossings(graph, stage_of)
     )
 
 
@@ -177,14 +204,20 @@ def _size_bytes(kind: Type) -> int:
 
 
 def _parameters(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, SplitChoice]) -> tuple[ParameterPlan, ...]:
-    users: dict[str, set[int]] = {}
-    for op in graph.ops:
-        for name in op.reads:
-            users.setdefault(name, set()).add(stage_of[op.task or 0])
+    users = _users(graph, stage_of)
     return tuple(
         _parameter(leaf, tuple(sorted(users.get(leaf.name, ()))), splits)
         for leaf in (*graph.parameters, *graph.buffers)
     )
+
+
+def _users(graph: Graph, stage_of: Mapping[int, int]) -> dict[str, set[int]]:
+    """The stages that use each value."""
+    users: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for name in op.reads:
+            users.setdefault(name, set()).add(stage_of[op.task or 0])
+    return users
 
 
 def _parameter(leaf: Parameter | Buffer, stages: tuple[int, ...], splits: Mapping[int, SplitChoice]) -> ParameterPlan:

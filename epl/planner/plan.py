@@ -15,7 +15,7 @@ from typing import Any
 from epl.errors import PlanError, bulleted
 from epl.schedule import SCHEDULE_NAMES
 
-__all__ = ["EdgePlan", "ParameterPlan", "Plan", "SplitPlan", "StagePlan"]
+__all__ = ["EdgePlan", "ParameterPlan", "Plan", "SplitPlan", "StagePlan", "sharded_stages"]
 
 _KINDS = ("replicate", "split")
 _REDUCE_METHODS = ("mean", "sum")
@@ -59,7 +59,7 @@ class ParameterPlan:
         stages: The stages that hold it; empty if nothing in the step uses it (then stage 0 keeps it).
         placement: What each rank of a stage holds: ``R``, all of it; ``S(0)``, a part along dimension 0
             (:mod:`epl.sharding.placements`).
-        gradient: ``P`` if the ranks of a ``split`` stage each come to a summand of its gradient, which are added up once a
+        gradient: ``P`` if the ranks of its stages each come to a summand of its gradient, which are added up once a
             step; else ``R``.
     """
 
@@ -81,7 +81,18 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class EdgePlan:
-    """A value that crosses from one stage to another, for the micro-batch that the plan was made with."""
+    """A value that crosses from one stage to another, for the micro-batch that the plan was made with.
+
+    Args:
+        value: Its name in the graph.
+        source: The stage that makes it.
+        target: A stage that uses it.
+        type: Its type, whole.
+        size_bytes: Its size, whole.
+        needs_grad: True if its gradient comes back.
+        placement_at_source: How the ranks of ``source`` hold it; only the pieces that are needed travel.
+        placement_at_target: How those of ``target`` are to hold it.
+    """
 
     value: str
     source: int
@@ -89,11 +100,13 @@ class EdgePlan:
     type: str
     size_bytes: int
     needs_grad: bool
+    placement_at_source: str = "R"
+    placement_at_target: str = "R"
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How the work of a ``split`` stage is shared out, for the micro-batch that the plan was made with.
+    """How the work of a stage is shared out over its devices, for the micro-batch that the plan was made with.
 
     Args:
         stage: The stage.
@@ -132,7 +145,7 @@ class Plan:
         bubble: Share of the pipeline's time that is idle, for equal stages and backward twice as long as forward.
         is_opaque: True if the model runs as it is, without a graph.
         device_kind: What the devices are, such as "A100-80GB"; empty: not said.
-        splits: How ``split`` stages share out their work.
+        splits: How stages of several devices share out the work on one batch.
         notes: What the reader should know, a line each.
     """
 
@@ -163,9 +176,21 @@ class Plan:
 
     @property
     def num_shares(self) -> int:
-        """Parts that a replica's batch is shared out to: the devices of a stage, unless they share out its weights."""
-        is_replicated = all(stage.kind == "replicate" for stage in self.stages)
-        return self.stages[0].device_count if is_replicated else 1
+        """Parts that a replica's batch is cut into before the step, each with a pipeline of its own.
+
+        That is so if all stages are ``replicate(k)`` with the same k. Else there is one batch for all devices of a replica,
+        and stages of several devices share out the work on it, by placements.
+        """
+        return _num_shares(self.stages)
+
+    @property
+    def sharded_stages(self) -> tuple[StagePlan, ...]:
+        """The stages whose devices share out the work on one batch."""
+        return sharded_stages(self.stages)
+
+    def is_sharded(self, stage: int) -> bool:
+        """True if the devices of a stage share out the work on one batch."""
+        return self.stages[stage] in self.sharded_stages
 
     @property
     def num_columns(self) -> int:
@@ -194,34 +219,28 @@ class Plan:
         replica, position = divmod(column, self.num_shares)
         return tuple(stage.ranks[replica][position] for stage in self.stages)
 
-    def peers(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The ranks of another stage that take from this rank what it has made, or its gradient.
-
-        Positions meet in turn: with 1 device here and 4 there all four, with 4 here and 1 there one or none.
-        """
-        own, replica, position = self.place_of(rank)
-        others = self.stages[stage].ranks[replica]
-        count = self.stages[own].device_count
-        return tuple(other for place, other in enumerate(others) if place % count == position)
-
-    def source(self, rank: int, stage: int) -> int:
-        """The rank of another stage that gives this rank a value, or its gradient."""
-        _, replica, position = self.place_of(rank)
-        others = self.stages[stage].ranks[replica]
-        return others[position % len(others)]
+    def meetings(self, source: int, target: int) -> tuple[tuple[int, int], ...]:
+        """The pairs of ranks between which a value may go from one stage to another."""
+        pairs = [
+            (sender, receiver)
+            for senders, receivers in zip(self.stages[source].ranks, self.stages[target].ranks, strict=True)
+            for place, sender in enumerate(senders)
+            for other, receiver in enumerate(receivers)
+            if self.num_shares == 1 or place == other
+        ]
+        return tuple(pairs)
 
     def twins(self, rank: int) -> tuple[int, ...]:
         """The ranks of its stage that hold what this rank holds: all of them, or those at its place in each replica."""
         index, _, position = self.place_of(rank)
-        stage = self.stages[index]
-        if stage.kind == "replicate":
+        if not self.is_sharded(index):
             return self.ranks_of_stages((index,))
-        return tuple(sorted(replica[position] for replica in stage.ranks))
+        return tuple(sorted(replica[position] for replica in self.stages[index].ranks))
 
     def holders(self, entry: ParameterPlan) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold a parameter or buffer, in sets that add up its gradient."""
         stages = [self.stages[index] for index in entry.stages]
-        if not stages or entry.gradient == "P" or all(stage.kind == "replicate" for stage in stages):
+        if not stages or entry.gradient == "P" or not any(self.is_sharded(stage.index) for stage in stages):
             return (self.ranks_of_stages(entry.stages),)
         places = range(max(stage.device_count for stage in stages))
         return tuple(
@@ -295,8 +314,8 @@ def _rank_faults(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         if len(stage.ranks) != plan.num_replicas:
             yield f"stage {stage.index} has {len(stage.ranks)} replicas; num_replicas is {plan.num_replicas}"
-        if stage.kind == "split" and any(list(replica) != sorted(replica) for replica in stage.ranks):
-            yield f"the ranks of a split stage are in ascending order; stage {stage.index} has {stage.ranks}"
+        if stage in plan.sharded_stages and any(list(replica) != sorted(replica) for replica in stage.ranks):
+            yield f"ranks that share out a stage are in ascending order; stage {stage.index} has {stage.ranks}"
         if len({len(replica) for replica in stage.ranks}) > 1:
             yield f"the replicas of stage {stage.index} have {[len(replica) for replica in stage.ranks]} devices"
 
@@ -334,16 +353,21 @@ def _number_faults(plan: Plan) -> Iterator[str]:
 
 def _unavailable(plan: Plan) -> Iterator[str]:
     counts = [stage.device_count for stage in plan.stages]
-    copied = [stage for stage in plan.stages if stage.kind == "replicate" and stage.device_count > 1]
-    if copied and len({(stage.kind, stage.device_count) for stage in plan.stages}) > 1:
-        yield (
-            f"the TaskGraphs have {counts} devices; a pipeline in which replicate({copied[0].device_count}) stands beside "
-            "another device count, or beside split, is not yet available. Use replicate(1) beside split, or give all "
-            "TaskGraphs the same device_count."
-        )
     for entry in plan.parameters:
-        if entry.trainable and len({counts[index] for index in entry.stages}) > 1:
+        numbers = [counts[index] for index in entry.stages]
+        if entry.trainable and len(set(numbers)) > 1 and (entry.placement, entry.gradient) != ("R", "P"):
             yield (
-                f"{entry.path} is tied over stages {list(entry.stages)} with {[counts[i] for i in entry.stages]} devices; "
-                "that is not yet available. Give them the same device_count, or put all its uses into one TaskGraph."
+                f"{entry.path} is tied over stages {list(entry.stages)} with {numbers} devices, and has the placement "
+                f"{entry.placement} and the gradient {entry.gradient}; over different device counts they are R and P"
             )
+
+
+def sharded_stages(stages: tuple[StagePlan, ...]) -> tuple[StagePlan, ...]:
+    """The stages of several devices, unless each of these runs a pipeline of its own on a part of the batch."""
+    return tuple(stage for stage in stages if stage.device_count > 1) if _num_shares(stages) == 1 else ()
+
+
+def _num_shares(stages: tuple[StagePlan, ...]) -> int:
+    counts = {stage.device_count for stage in stages}
+    is_replicated = all(stage.kind == "replicate" for stage in stages)
+    return counts.pop() if is_replicated and len(counts) == 1 else 1

@@ -14,7 +14,7 @@ from functools import cached_property
 from epl.errors import StrategyError
 from epl.ir.graph import Graph
 from epl.planner.split_problem import Edge, Problem, SplitGroup, split_problem
-from epl.planner.split_solve import Solution, conversion_of, solve
+from epl.planner.split_solve import Solution, conversion_of, find, solve
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option
 from epl.sharding.placements import Partial, Placement, parse_placement
@@ -52,6 +52,14 @@ class SplitChoice:
         }
 
     @cached_property
+    def crossing(self) -> dict[str, Placement]:
+        """How each value comes from or goes to other stages, by name."""
+        chosen = list(zip(self.problem.items, self.solution.options, strict=True))
+        coming = {item.name: option.outputs[0] for item, option in chosen if item.kind == "given"}
+        leaving = {item.name.removeprefix("-> "): option.inputs[0] for item, option in chosen if item.kind == "out"}
+        return coming | leaving
+
+    @cached_property
     def summed_later(self) -> frozenset[str]:
         """The weights of whose gradients each rank has a summand until the end of the step."""
         return frozenset(edge.value for edge in self.problem.edges if self.sums_later(edge))
@@ -65,10 +73,14 @@ class SplitChoice:
 
     def sums_later(self, edge: Edge) -> bool:
         """True for a whole weight of whose gradient each rank has a summand, whatever uses it: summed once a step."""
+        if not (edge.is_weight and edge.needs_grad):
+            return False
         if self.summed is not None:
             return edge.value in self.summed
+        if edge.value in self.problem.summed and self.stored[edge.value] == WHOLE:
+            return True
         summand = Conversion(Move(WHOLE, WHOLE), Move(Partial(), WHOLE))
-        return edge.is_weight and edge.needs_grad and all(each == summand for each in self._solved(edge))
+        return all(each == summand for each in self._solved(edge))
 
     def _solved(self, edge: Edge) -> list[Conversion]:
         made = self.solution.options[edge.maker].outputs[edge.result]
@@ -85,6 +97,7 @@ def choose_split(
     pins: Mapping[str, Placement] | None = None,
     wishes: Mapping[str, Placement] | None = None,
     summed: frozenset[str] | None = None,
+    tied: frozenset[str] = frozenset(),
 ) -> SplitChoice:
     """The best placements for some TaskGraphs on the same devices.
 
@@ -95,13 +108,18 @@ def choose_split(
         pins: Placements of parameters and buffers as a plan has them, by name in the graph.
         wishes: Placements that the user asks for (`wished_placements`).
         summed: Weights whose gradients a plan sums once a step: what holds for one graph holds for all of a plan.
+        tied: Weights that other stages use too: if they are whole, their gradients are summed over all of them at once.
 
     Raises:
         StrategyError: a weight cannot be placed as the user asks.
         PlanError: the weights do not fit; says by how much.
     """
     problem = split_problem(graph, tasks, group, pins, wishes)
-    return SplitChoice(problem, solve(problem), summed)
+    solution = find(problem)
+    if solution is None:  # what is changed in place cannot be converted first: more may run whole
+        problem = split_problem(graph, tasks, group, pins, wishes, may_copy_work=True)
+        solution = solve(problem)
+    return SplitChoice(replace(problem, summed=problem.summed | tied), solution, summed)
 
 
 def wished_placements(graph: Graph, tasks: frozenset[int]) -> dict[str, Placement]:

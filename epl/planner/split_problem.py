@@ -1,7 +1,8 @@
 """The choice of placements as a problem: who makes each value, who uses it, and what each could do.
 
 Everything that decides something is an *item* with options: an operator (how it runs), a parameter or another leaf (how
-it is stored), and the outside world (inputs come whole, what leaves the TaskGraphs leaves whole). Items of repeated
+it is stored), and the outside world (the batch comes whole, what is a result leaves whole, and what goes between stages may
+be cut on its way). Items of repeated
 blocks, such as the layers of a transformer, form one *group* and decide as one.
 """
 
@@ -13,12 +14,15 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from epl.cost.communication import transfer_s
 from epl.cost.devices import DeviceModel
 from epl.cost.operators import operator_s, work_of
 from epl.errors import StrategyError
-from epl.ir.graph import Buffer, Constant, Graph, Op, Parameter, Ref
-from epl.ir.types import ListType, TensorType, Type
-from epl.sharding.options import WHOLE, Call, Option
+from epl.ir.graph import Buffer, Constant, Graph, Op, Parameter
+from epl.ir.types import ListType, TensorType
+from epl.planner.batch_cuts import batch_cuts
+from epl.planner.values import shapes_of, slots_of, value_names
+from epl.sharding.options import WHOLE, Call, Option, whole_option
 from epl.sharding.patterns import Patterns, Slots
 from epl.sharding.placements import Placement, Shard, local_shape
 from epl.sharding.rules import options_of
@@ -30,9 +34,7 @@ __all__ = [
     "Problem",
     "SplitGroup",
     "Use",
-    "slots_of",
     "split_problem",
-    "value_names",
 ]
 
 SMALL_SHARE = 0.01  # of all weights: a kind of weight below this may stay whole if that saves communication
@@ -60,7 +62,8 @@ class Item:
 
     Args:
         name: Of the operator or leaf; ``"-> name"`` for the outside world, which takes a value.
-        kind: ``op``, ``stored`` (a parameter, buffer or constant), ``given`` (comes whole) or ``out`` (leaves whole).
+        kind: ``op``, ``stored`` (a parameter, buffer or constant), ``given`` (comes from the batch or another stage) or
+            ``out`` (leaves).
         label: Its module or path, with ``*`` for the number of a repeated block, and its operator.
         group: Items of one group decide alike.
         options: What it may do; for a leaf one result and no inputs.
@@ -111,11 +114,15 @@ class Edge:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items, edges, and the group."""
+    """Items, edges, and the group.
+
+    ``summed`` are weights of whose gradients each rank is to have a summand until the end of the step, if they are whole.
+    """
 
     items: tuple[Item, ...]
     edges: tuple[Edge, ...]
     group: SplitGroup
+    summed: frozenset[str] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -137,9 +144,14 @@ class _Builder:
         self.num_ranks, self.device = group.num_ranks, group.device
         self.ops = tuple(op for op in graph.ops if op.task in tasks and op.target != "python.getitem")
         self.names = value_names(graph)
-        self.shapes = _shapes(graph)
+        self.shapes = shapes_of(graph)
         self.root_of = {self.names[name]: root for name, root in graph.storage_roots.items()}
         self.order = {op.name: place for place, op in enumerate(self.ops)}
+        self.needs_grad = {self.names[name] for name in graph.needs_grad if name in self.names}
+        self.copied = frozenset(task for task in tasks if graph.tasks[task].kind == "replicate")
+        self.copied_weights = {
+            name for op in self.ops if op.task in self.copied for name in op.reads
+        } & graph.leaves.keys()
         self.items: list[Item] = []
         self.place_of: dict[str, tuple[int, int]] = {}  # value -> its maker, and which of its results it is
         self.uses: dict[str, list[Use]] = {}
@@ -182,8 +194,13 @@ def split_problem(
     group: SplitGroup,
     pins: Mapping[str, Placement] | None = None,
     wishes: Mapping[str, Placement] | None = None,
+    *,
+    may_copy_work: bool = False,
 ) -> Problem:
     """The problem of some TaskGraphs that share a group of ranks.
+
+    What is in a ``replicate`` TaskGraph works on its part of the batch with whole weights (:mod:`epl.planner.batch_cuts`);
+    how the others are cut is to be chosen.
 
     Args:
         graph: A graph whose operators are in TaskGraphs.
@@ -191,6 +208,7 @@ def split_problem(
         group: The ranks.
         pins: Placements of parameters and buffers as a plan has them, by their names in the graph.
         wishes: Placements that the user asks for; a cut is one along this dimension, wherever it goes.
+        may_copy_work: True to let operators of ``replicate`` TaskGraphs run whole on every rank, too.
 
     Raises:
         StrategyError: a weight cannot be placed as the user asks.
@@ -198,45 +216,29 @@ def split_problem(
     build = _Builder(graph, tasks, group, pins or {}, wishes or {})
     calls = [Call(op, graph.type_of) for op in build.ops]
     slots = [slots_of(call, build.names, build.shapes) for call in calls]
-    ways = [options_of(call) for call in calls]
+    by_batch = batch_cuts(graph) if build.copied else {}
+    ways = [_ways_to_run(build, call, by_batch) for call in calls]
     patterns = Patterns(group.num_ranks, build.pins, build.shapes)
-    patterns.tie(list(zip(slots, ways, strict=True)))
+    patterns.tie(sorted(zip(slots, ways, strict=True), key=lambda way: len(way[1]) > 2))
     _add_leaves(build, patterns)
     for call, slot, options in zip(calls, slots, ways, strict=True):
-        _add_op(
-            build, call, slot, [o for o in (patterns.concrete(slot, option) for option in options) if o is not None]
-        )
-    _add_outside(build)
-    return Problem(tuple(build.items), tuple(_edges(build)), group)
+        real = [found for found in (patterns.concrete(slot, option) for option in options) if found is not None]
+        is_decided = call.op.task in build.copied and not may_copy_work
+        _add_op(build, call, slot, real[-1:] if is_decided else real)
+    _add_outside(build, patterns)
+    return Problem(tuple(build.items), tuple(_edges(build)), group, _summed(build))
 
 
-def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Shapes of all values; the results of an operator with several have the names ``op.0``, ``op.1``, ..."""
-    kinds: dict[str, Type] = {name: leaf.type for name, leaf in graph.leaves.items()}
-    for op in graph.ops:
-        kinds |= _results(op)
-    return {name: kind.sizes for name, kind in kinds.items() if isinstance(kind, TensorType)}
+def _ways_to_run(build: _Builder, call: Call, by_batch: Mapping[str, Option]) -> tuple[Option, ...]:
+    """All ways; in a ``replicate`` TaskGraph only whole, or, where there is one, the way that goes by the batch, last."""
+    if call.op.task not in build.copied:
+        return options_of(call)
+    return tuple(dict.fromkeys([whole_option(call), by_batch.get(call.op.name, whole_option(call))]))
 
 
-def _results(op: Op) -> dict[str, Type]:
-    if isinstance(op.type, ListType):
-        return {f"{op.name}.{number}": kind for number, kind in enumerate(op.type.items)}
-    return {op.name: op.type}
-
-
-def value_names(graph: Graph) -> dict[str, str]:
-    """The name by which each value is known here: what ``getitem`` picks is the result that it picks."""
-    names = {name: name for name in (*graph.leaves, *graph.op_by_name)}
-    for op in graph.ops:
-        if op.target == "python.getitem" and isinstance(op.args[0], Ref):
-            names[op.name] = f"{op.args[0].name}.{op.args[1]}"
-    return names
-
-
-def slots_of(call: Call, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Slots:
-    """The values of a call by the names of `value_names`."""
-    outputs = tuple(name for name, kind in _results(call.op).items() if isinstance(kind, TensorType))
-    return Slots(tuple(names[ref] for _, ref in call.refs), outputs, shapes)
+def _summed(build: _Builder) -> frozenset[str]:
+    """The weights of ``replicate`` TaskGraphs: each rank has a summand of their gradients, from its part of the batch."""
+    return frozenset(leaf.name for leaf in build.graph.parameters if leaf.name in build.copied_weights)
 
 
 # -- items --------------------------------------------------------------------------------------------------------
@@ -248,16 +250,34 @@ def _add_leaves(build: _Builder, patterns: Patterns) -> None:
     for leaf in (*build.graph.parameters, *build.graph.buffers, *build.graph.constants):
         if leaf.name in read:
             _add_leaf(build, leaf, _ways_to_store(build, patterns, leaf))
-    for name in read - build.place_of.keys() - {op.name for op in build.graph.ops if op.task in build.tasks}:
-        build.add(Item(name, "given", (name,), ("given", name), (Option((), (WHOLE,)),), (0.0,), (0.0,)), [name])
+    for name in sorted(read - build.place_of.keys() - {op.name for op in build.graph.ops if op.task in build.tasks}):
+        # the batch is there whole; of what other stages make, the part that is asked for comes
+        value, is_batch = build.names[name], name in build.graph.leaves
+        ways = [WHOLE] if is_batch else _ways_to_travel(build, patterns, value)
+        options = tuple(Option((), (way,)) for way in ways)
+        times = tuple(0.0 if is_batch else _travel_s(build, value, way) for way in ways)
+        build.add(Item(name, "given", (name,), ("given", name), options, times, (0.0,) * len(ways)), [value])
+
+
+def _ways_to_travel(build: _Builder, patterns: Patterns, value: str) -> list[Placement]:
+    """Whole, or cut into one stretch a rank, so that what goes between two ranks is one piece."""
+    known = build.shapes.get(value)
+    return [WHOLE, *(shard for shard in patterns.shards_of(value, known) if shard.repeats == 1)] if known else [WHOLE]
+
+
+def _travel_s(build: _Builder, value: str, way: Placement) -> float:
+    """Seconds to send or receive what a rank holds, and its gradient the other way."""
+    passes = 2 if value in build.needs_grad else 1
+    share = build.size_bytes(value) / (1 if way == WHOLE else build.num_ranks)
+    return passes * transfer_s(share, build.device.link)
 
 
 def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer | Constant) -> list[Placement]:
     """A matrix is cut if it can be: that is what ``split`` is asked for. Constants belong to the code, and stay whole."""
     if leaf.name in build.pins:
         return [build.pins[leaf.name]]
-    if isinstance(leaf, Constant):
-        return [WHOLE]
+    if isinstance(leaf, Constant) or leaf.name in build.copied_weights:
+        return [_as_wished(build, leaf, []) if leaf.name in build.wishes else WHOLE]
     shards = list(patterns.shards_of(leaf.name, leaf.type.sizes))
     if leaf.name in build.wishes:
         return [_as_wished(build, leaf, shards)]
@@ -266,7 +286,7 @@ def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer
     return [*([] if must_cut else [WHOLE]), *shards]
 
 
-def _as_wished(build: _Builder, leaf: Parameter | Buffer, shards: list[Shard]) -> Placement:
+def _as_wished(build: _Builder, leaf: Parameter | Buffer | Constant, shards: list[Shard]) -> Placement:
     wish = build.wishes[leaf.name]
     if not isinstance(wish, Shard):
         return wish
@@ -274,14 +294,18 @@ def _as_wished(build: _Builder, leaf: Parameter | Buffer, shards: list[Shard]) -
     if not fitting:
         possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
         raise StrategyError(
-            f"{leaf.path} of shape {list(leaf.type.shape)} cannot be placed as {wish} on {build.num_ranks} devices, as "
+            f"{_path(leaf)} of shape {list(leaf.type.shape)} cannot be placed as {wish} on {build.num_ranks} devices, as "
             f"split(placements=...) asks; possible are {possible}"
         )
     return fitting[0]
 
 
+def _path(leaf: Parameter | Buffer | Constant) -> str:
+    return leaf.name if isinstance(leaf, Constant) else leaf.path
+
+
 def _add_leaf(build: _Builder, leaf: Parameter | Buffer | Constant, ways: list[Placement]) -> None:
-    path = leaf.name if isinstance(leaf, Constant) else leaf.path
+    path = _path(leaf)
     trained = isinstance(leaf, Parameter) and leaf.trainable
     whole_bytes = leaf.type.size_bytes * (STATES if trained else 1)
     sizes = tuple(whole_bytes / (1 if way == WHOLE else build.num_ranks) for way in ways)
@@ -351,29 +375,37 @@ def _block(path: str) -> str:
 # -- edges --------------------------------------------------------------------------------------------------------
 
 
-def _add_outside(build: _Builder) -> None:
-    """What other TaskGraphs or the step's results take, leaves whole."""
+def _add_outside(build: _Builder, patterns: Patterns) -> None:
+    """What the step's results take leaves whole; what other stages take, whole or cut."""
     inside = {op.name for op in build.ops}
     taken = [name for op in build.graph.ops if op.task not in build.tasks for name in op.reads]
+    results = set(build.graph.output_names)
     for name in dict.fromkeys([*taken, *build.graph.output_names]):
         value = build.names[name]
         if value.partition(".")[0] in inside and value in build.place_of:
-            index = build.add(
-                Item(f"-> {name}", "out", (name,), ("out", name), (Option((WHOLE,), ()),), (0.0,), (0.0,)), []
-            )
+            ways = [WHOLE] if name in results else _ways_to_travel(build, patterns, value)
+            options = tuple(Option((way,), ()) for way in ways)
+            times = tuple(0.0 if name in results else _travel_s(build, value, way) for way in ways)
+            index = build.add(Item(f"-> {name}", "out", (name,), ("out", name), options, times, (0.0,) * len(ways)), [])
             build.uses.setdefault(value, []).append(Use(index, 0))
 
 
 def _edges(build: _Builder) -> Iterator[Edge]:
     parameters = {leaf.name for leaf in build.graph.parameters}
-    needs_grad = {build.names[name] for name in build.graph.needs_grad if name in build.names}
     last_write = _last_writes(build)
     for value, uses in build.uses.items():
         maker, result = build.place_of[value]
         until = last_write.get(build.root_of.get(value, value), -1)
         fixed = frozenset(use for use in uses if build.order.get(build.items[use.item].name, len(build.order)) <= until)
         yield Edge(
-            value, maker, result, tuple(uses), build.size_bytes(value), value in needs_grad, value in parameters, fixed
+            value,
+            maker,
+            result,
+            tuple(uses),
+            build.size_bytes(value),
+            value in build.needs_grad,
+            value in parameters,
+            fixed,
         )
 
 

@@ -31,7 +31,7 @@ from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated
 
-__all__ = ["Solution", "conversion_of", "conversion_s", "solve"]
+__all__ = ["Solution", "conversion_of", "conversion_s", "find", "solve"]
 
 _TIME_LIMIT_S = 60.0
 _GAP = 1e-3  # a plan within a thousandth of the best is good enough
@@ -213,11 +213,19 @@ def solve(problem: Problem) -> Solution:
     Raises:
         PlanError: the weights and what belongs to them do not fit the devices; says by how much.
     """
+    solution = find(problem)
+    if solution is None:
+        raise PlanError(_does_not_fit(problem))
+    return solution
+
+
+def find(problem: Problem) -> Solution | None:
+    """The best choice; None if there is none."""
     writer = _Writer(problem)
     writer.write()
     values = writer.program.solve()
     if values is None:
-        raise PlanError(_does_not_fit(problem))
+        return None
     options: list[Option] = []
     time_s = size_bytes = 0.0
     for item in problem.items:

@@ -28,14 +28,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Transfer:
-    """One value that travels between two ranks.
+    """One value, or a piece of one, that travels between two ranks.
 
     Args:
         value: Its name in the graph.
         peer: The rank at the other end.
         stage: The stage at the other end.
-        type: Its type; dimensions that are not known travel ahead of it.
+        type: The type of what travels; dimensions that are not known travel ahead of it.
         needs_grad: True if its gradient travels back.
+        part: Where it is in what this rank holds of the value: (dimension, start, size), one after another; empty: all.
+        held: The shape of what this rank holds of the value, if this is a part of it.
     """
 
     value: str
@@ -43,6 +45,8 @@ class Transfer:
     stage: int
     type: Type
     needs_grad: bool
+    part: tuple[tuple[int, int, int], ...] = ()
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,10 @@ class StageProgram:
         name: Name of the function.
         held: Names of the parameters, then buffers and constants that it takes: arguments that stay the same.
         inputs: Places in the batch's tensors of the inputs that it takes.
-        takes: Values it receives from other stages, with the rank each comes from.
+        takes: Values it receives from other stages, with the rank each piece comes from.
         gives: Values it sends to other stages, in the order of its results.
         sends: Where each of them goes; a value may go to several stages, and to several ranks of one.
-        gradients_in: Where the gradient of what it gives comes from: a rank of each stage that uses it.
+        gradients_in: Where the gradient of what it gives comes from: from ranks of each stage that uses it.
         gradients_out: Where the gradient of what it takes goes.
         parts: Roles of the step's parts that it makes, in the order of its results, after ``gives``.
         needs_backward: True if a gradient flows through the stage.

@@ -10,16 +10,15 @@ an action is posted one action ahead, so that the transfer overlaps with computi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from epl.cost.devices import device_model
 from epl.ir.graph import Graph, Ref
-from epl.ir.types import ListType
-from epl.planner.make import is_split, stage_of_tasks
+from epl.ir.types import ListType, TensorType
+from epl.planner.crossings import Crossing, crossings
+from epl.planner.make import choose_again, stage_of_tasks
 from epl.planner.plan import Plan
-from epl.planner.split import SplitChoice, choose_split
-from epl.planner.split_problem import SplitGroup
+from epl.planner.split import SplitChoice
 from epl.program.codegen import StageCode, generate_code
 from epl.program.instructions import (
     Backward,
@@ -36,7 +35,8 @@ from epl.program.instructions import (
 )
 from epl.program.shards import Exchange, LocalForm, ShardedStage, shard_stage
 from epl.schedule import Action, Kind
-from epl.sharding.placements import parse_placement
+from epl.sharding.options import WHOLE
+from epl.sharding.pieces import Piece, Side, pieces_between
 
 __all__ = ["LoweredStage", "lower_stage", "lower_step"]
 
@@ -51,7 +51,7 @@ class LoweredStage:
 
 
 def lower_stage(
-    graph: Graph, plan: Plan, rank: int, *, label: str = "", choice: SplitChoice | None = None
+    graph: Graph, plan: Plan, rank: int, *, label: str = "", splits: Mapping[int, SplitChoice] | None = None
 ) -> LoweredStage:
     """The function of the stage that ``rank`` runs.
 
@@ -60,7 +60,7 @@ def lower_stage(
         plan: The plan.
         rank: Whose stage.
         label: Added to the function's name.
-        choice: The choice that the plan was made with, if it was for this graph; for another graph it is made here.
+        splits: What the plan was made with, if it was for this graph; for another graph it is chosen here.
     """
     stage, _, position = plan.place_of(rank)
     stage_of = stage_of_tasks(plan.stages)
@@ -70,109 +70,113 @@ def lower_stage(
     taken = tuple(dict.fromkeys(name for name in read if name not in {op.name for op in ops}))
     held = tuple(leaf.name for leaf in (*graph.parameters, *graph.buffers, *graph.constants) if leaf.name in set(taken))
     inputs = tuple(place for place, leaf in enumerate(graph.inputs) if leaf.name in taken)
+    traffic = _Traffic(graph, plan, rank, splits or {})
     program = StageProgram(
         name=f"stage_{stage}{label}",
         held=held,
         inputs=inputs,
-        takes=_takes(graph, plan, rank),
-        gives=tuple(dict.fromkeys(name for name, source, _ in _crossings(graph, stage_of) if source == stage)),
-        sends=_sends(graph, plan, rank),
-        gradients_in=_gradients_in(graph, plan, rank),
-        gradients_out=_gradients_out(graph, plan, rank),
+        takes=traffic.takes(),
+        gives=tuple(dict.fromkeys(crossing.value for crossing in traffic.crossings if crossing.source == stage)),
+        sends=traffic.sends(),
+        gradients_in=traffic.gradients_in(),
+        gradients_out=traffic.gradients_out(),
         parts=parts,
-        needs_backward=_needs_backward(graph, stage_of, stage, taken),
+        needs_backward=_needs_backward(graph, traffic.crossings, stage, taken),
     )
     sharded = ShardedStage(ops, {}, {})
-    if is_split(plan.stages[stage]):
-        sharded = shard_stage(graph, choice or _choose_again(graph, plan, stage), ops, position)
+    if plan.is_sharded(stage):
+        sharded = shard_stage(graph, traffic.choice(stage), ops, position)
     arguments = (
         *held,
         *(graph.inputs[place].name for place in inputs),
-        *(transfer.value for transfer in program.takes),
+        *dict.fromkeys(transfer.value for transfer in program.takes),
     )
     results = [sharded.names.get(name, name) for name in (*program.gives, *part_values)]
     return LoweredStage(program, generate_code(program.name, sharded.ops, arguments, tuple(results)), sharded.functions)
 
 
-def _choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:
-    """How a graph that the plan was not made with flows past the weights where they are."""
-    place = plan.stages[stage]
-    held = {entry.path: entry for entry in plan.parameters if stage in entry.stages}
-    return choose_split(
-        graph,
-        frozenset(place.taskgraphs),
-        SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
-        pins={
-            leaf.name: parse_placement(held[leaf.path].placement)
-            for leaf in (*graph.parameters, *graph.buffers)
-            if leaf.path in held
-        },
-        summed=frozenset(
-            leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"
-        ),
-    )
-
-
-def _needs_backward(graph: Graph, stage_of: Mapping[int, int], stage: int, taken: tuple[str, ...]) -> bool:
+def _needs_backward(graph: Graph, crossing: Sequence[Crossing], stage: int, taken: tuple[str, ...]) -> bool:
     trainable = any(leaf.trainable for leaf in graph.parameters if leaf.name in taken)
-    crossing = (name for name, _, target in _crossings(graph, stage_of) if target == stage)
-    return trainable or any(name in graph.needs_grad for name in crossing)
+    return trainable or any(each.value in graph.needs_grad for each in crossing if each.target == stage)
 
 
-def _takes(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
-    """What other stages send here, by sender and order of making: the order in which the senders send."""
-    stage, _, _ = plan.place_of(rank)
-    return tuple(
-        _transfer(graph, name, source, plan.source(rank, source))
-        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
-        if target == stage
-    )
+class _Traffic:
+    """What one rank sends to other stages and receives from them.
 
+    By stage at the other end, value and piece: between two ranks, that is the same order at both ends.
+    """
 
-def _sends(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
-    stage, _, _ = plan.place_of(rank)
-    return tuple(
-        _transfer(graph, name, target, peer)
-        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
-        if source == stage
-        for peer in plan.peers(rank, target)
-    )
+    def __init__(self, graph: Graph, plan: Plan, rank: int, splits: Mapping[int, SplitChoice]) -> None:
+        self.graph, self.plan = graph, plan
+        self.stage, self.replica, self.position = plan.place_of(rank)
+        self.crossings = crossings(graph, stage_of_tasks(plan.stages))
+        self._splits = dict(splits)
 
+    def choice(self, stage: int) -> SplitChoice:
+        """How a stage of several devices shares out its work."""
+        if stage not in self._splits:
+            self._splits[stage] = choose_again(self.graph, self.plan, stage)
+        return self._splits[stage]
 
-def _gradients_in(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
-    """The gradients of what this stage has given: one from each stage that uses it."""
-    stage, _, _ = plan.place_of(rank)
-    return tuple(
-        _transfer(graph, name, target, plan.source(rank, target))
-        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
-        if source == stage and name in graph.needs_grad
-    )
+    def takes(self) -> tuple[Transfer, ...]:
+        """What other stages send here."""
+        return self._received((each, each.source, each.target) for each in self.crossings)
 
+    def sends(self) -> tuple[Transfer, ...]:
+        """Where what this stage has made goes."""
+        return self._sent((each, each.source, each.target) for each in self.crossings)
 
-def _gradients_out(graph: Graph, plan: Plan, rank: int) -> tuple[Transfer, ...]:
-    """The gradients of what this stage has taken, to all that gave it."""
-    stage, _, _ = plan.place_of(rank)
-    return tuple(
-        _transfer(graph, name, source, peer)
-        for name, source, target in _crossings(graph, stage_of_tasks(plan.stages))
-        if target == stage and name in graph.needs_grad
-        for peer in plan.peers(rank, source)
-    )
+    def gradients_in(self) -> tuple[Transfer, ...]:
+        """The gradients of what this stage has given, from each stage that uses it."""
+        return self._received((each, each.target, each.source) for each in self._with_gradient())
 
+    def gradients_out(self) -> tuple[Transfer, ...]:
+        """The gradients of what this stage has taken."""
+        return self._sent((each, each.target, each.source) for each in self._with_gradient())
 
-def _crossings(graph: Graph, stage_of: Mapping[int, int]) -> list[tuple[str, int, int]]:
-    found = dict.fromkeys(
-        (edge.name, stage_of[edge.source], stage_of[edge.target])
-        for edge in graph.edges
-        if stage_of[edge.source] != stage_of[edge.target]
-    )
-    return list(found)
+    def _with_gradient(self) -> Iterator[Crossing]:
+        return (each for each in self.crossings if each.value in self.graph.needs_grad)
 
+    def _received(self, ways: Iterable[tuple[Crossing, int, int]]) -> tuple[Transfer, ...]:
+        return tuple(
+            self._transfer(crossing.value, source, piece.source, piece, piece.put)
+            for crossing, source, target in ways
+            if target == self.stage
+            for piece in self._pieces(crossing.value, source, target)
+            if piece.target == self.position
+        )
 
-def _transfer(graph: Graph, name: str, stage: int, peer: int) -> Transfer:
-    kind = graph.type_of(name)
-    assert not isinstance(kind, ListType), f"{name} is a list; getitem stays with its maker"
-    return Transfer(name, peer, stage, kind, name in graph.needs_grad)
+    def _sent(self, ways: Iterable[tuple[Crossing, int, int]]) -> tuple[Transfer, ...]:
+        return tuple(
+            self._transfer(crossing.value, target, piece.target, piece, piece.taken)
+            for crossing, source, target in ways
+            if source == self.stage
+            for piece in self._pieces(crossing.value, source, target)
+            if piece.source == self.position
+        )
+
+    def _pieces(self, value: str, source: int, target: int) -> tuple[Piece, ...]:
+        if self.plan.num_shares > 1:  # each position has a pipeline of its own
+            return (Piece(self.position, self.position, (), (), ()),)
+        kind = self.graph.type_of(value)
+        shape = kind.sizes if isinstance(kind, TensorType) and kind.is_static else ()
+        return pieces_between(shape, self._side(source, value), self._side(target, value))
+
+    def _side(self, stage: int, value: str) -> Side:
+        placement = self.choice(stage).crossing[value] if self.plan.is_sharded(stage) else WHOLE
+        return Side(self.plan.stages[stage].device_count, placement)
+
+    def _transfer(
+        self, value: str, stage: int, position: int, piece: Piece, part: tuple[tuple[int, int, int], ...]
+    ) -> Transfer:
+        kind = self.graph.type_of(value)
+        assert not isinstance(kind, ListType), f"{value} is a list; getitem stays with its maker"
+        held: tuple[int, ...] = ()
+        if isinstance(kind, TensorType) and kind.is_static and self.plan.num_shares == 1:
+            held = self._side(self.stage, value).local_shape(kind.sizes, self.position) if part else ()
+            kind = TensorType(kind.dtype, piece.shape)
+        peer = self.plan.stages[stage].ranks[self.replica][position]
+        return Transfer(value, peer, stage, kind, value in self.graph.needs_grad, part, held)
 
 
 def _parts(graph: Graph, stage_of: dict[int, int], stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

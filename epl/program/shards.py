@@ -14,7 +14,7 @@ from typing import Any
 from epl.ir.graph import Argument, Graph, Op, Ref, map_refs
 from epl.ir.types import ListType, TensorType, Type
 from epl.planner.split import SplitChoice
-from epl.planner.split_problem import value_names
+from epl.planner.values import value_names
 from epl.sharding.collectives import Collectives
 from epl.sharding.conversions import Conversion, convert
 from epl.sharding.forms import FORMS, Cut

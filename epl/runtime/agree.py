@@ -147,8 +147,8 @@ def _refuse_other_graphs(plan: Plan, everyone: Sequence[StepNumbers]) -> None:
 
 
 def _refuse_other_work(plan: Plan, everyone: Sequence[StepNumbers]) -> None:
-    for stage in plan.stages:
-        for ranks in stage.ranks if stage.kind == "split" else ():
+    for stage in plan.sharded_stages:
+        for ranks in stage.ranks:
             if len({everyone[rank].work for rank in ranks}) > 1:
                 raise RunError(
                     f"ranks {list(ranks)} share out stage {stage.index}, and chose different placements for the same "

@@ -8,7 +8,6 @@ guards is captured again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,9 +23,10 @@ from epl.cluster import Cluster
 from epl.config import Config
 from epl.errors import RunError
 from epl.ir.graph import Graph, StrategySpec
+from epl.lines import warn
 from epl.loss import LossFunction, loss_step, output_step
 from epl.passes import apply_passes
-from epl.planner.make import choose_splits, is_split, make_plan
+from epl.planner.make import choose_splits, make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
@@ -138,16 +138,16 @@ class Catalog:
     def bind(self, variant: Variant, plan: Plan, rank: int, collectives: Collectives) -> BoundStage:
         """The stage that ``rank`` makes of a graph, compiled; ``collectives`` are those of its stage's devices."""
         if variant.bound is None:
-            if variant.captured.is_opaque and any(map(is_split, plan.stages)):
+            if variant.captured.is_opaque and plan.sharded_stages:
                 raise RunError(
                     "for a batch of this kind the model cannot be captured as a graph (the warning above says why), and "
-                    "split needs one. Mend that, or use replicate."
+                    "a plan in which devices share out the work on one batch needs one. Mend that, or use one replicate."
                 )
             graph = apply_passes(variant.graph, plan)
             self._check_held(graph, plan, rank)
             number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)
-            choice = variant.splits.get(plan.place_of(rank)[0]) if graph is variant.graph else None
-            lowered = lower_stage(graph, plan, rank, label=f"_{number}", choice=choice)
+            splits = variant.splits if graph is variant.graph else None
+            lowered = lower_stage(graph, plan, rank, label=f"_{number}", splits=splits)
             variant.graph = graph
             variant.bound = BoundStage(
                 lowered.program,
@@ -183,11 +183,10 @@ class Catalog:
 
 def _warn_of_many(variant: Variant) -> None:
     lines = {op.source: None for op in variant.captured.graph.ops if op.target.startswith("aten._assert_scalar")}
-    warnings.warn(
+    warn(
         f"the model was captured {_MANY} times for batches of one shape, which takes seconds each time, since it branches "
         f"on values that keep changing, at {', '.join(lines) or 'a place that is not known'}. Keep such a value in a "
-        "tensor: no int() or float() of it, torch.where for a branch.",
-        stacklevel=2,
+        "tensor: no int() or float() of it, torch.where for a branch."
     )
 
 

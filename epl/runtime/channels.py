@@ -158,8 +158,7 @@ def _pairs(plan: Plan) -> Iterator[tuple[tuple[int, int], bool]]:
     for source, target in sorted({(edge.source, edge.target) for edge in plan.edges}):
         for backward in (False, True):
             first, last = (target, source) if backward else (source, target)
-            for rank in (rank for ranks in plan.stages[first].ranks for rank in ranks):
-                yield from (((rank, peer), backward) for peer in plan.peers(rank, last))
+            yield from ((pair, backward) for pair in plan.meetings(first, last))
 
 
 def _is_dynamic(transfer: Transfer) -> bool:

@@ -7,7 +7,7 @@ piece of the autograd graph) and the values it gave (where the gradients from la
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from epl.program.instructions import (
     Send,
     StageProgram,
     StartReduce,
+    Transfer,
 )
 from epl.runtime.channels import Channels, Pending
 from epl.runtime.reducer import Reducer
@@ -124,14 +125,19 @@ class Executor:
             for transfer in instruction.transfers
         ]
 
+    def _arrived(self, action: Action, *, backward: bool) -> Iterator[tuple[Transfer, Any]]:
+        for pending in self._posted.pop(action, ()):
+            yield pending.transfer, self._channels.wait(pending, backward=backward)
+
     def _forward(self, instruction: Forward) -> None:
         micro_batch = self._micro_batches[instruction.action.micro_batch]
         program = micro_batch.stage.program
-        for pending in self._posted.pop(instruction.action, ()):
-            value = self._channels.wait(pending, backward=False)
-            if pending.transfer.needs_grad and torch.is_grad_enabled():
-                value.requires_grad_()
-            micro_batch.taken[pending.transfer.value] = value
+        taken = micro_batch.taken
+        for transfer, value in self._arrived(instruction.action, backward=False):
+            taken[transfer.value] = _put(taken.get(transfer.value), transfer, value)
+        needed = {transfer.value for transfer in program.takes if transfer.needs_grad and torch.is_grad_enabled()}
+        for name in needed:
+            taken[name].requires_grad_()
         results = micro_batch.stage.function(
             *micro_batch.stage.held,
             *(micro_batch.tensors[place] for place in program.inputs),
@@ -147,10 +153,12 @@ class Executor:
 
     def _backward(self, instruction: Backward) -> None:
         micro_batch = self._micro_batches[instruction.action.micro_batch]
+        parts: dict[tuple[str, int], Any] = {}  # one gradient from each stage that uses a value
+        for transfer, value in self._arrived(instruction.action, backward=True):
+            key = (transfer.value, transfer.stage)
+            parts[key] = _put(parts.get(key), transfer, value)
         gradients: dict[str, torch.Tensor] = {}
-        for pending in self._posted.pop(instruction.action, ()):
-            gradient = self._channels.wait(pending, backward=True)
-            name = pending.transfer.value
+        for (name, _), gradient in parts.items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         roots = [(micro_batch.given[name], gradient) for name, gradient in gradients.items()]
         if micro_batch.loss is not None:
@@ -168,6 +176,8 @@ class Executor:
         backward = action.kind is Kind.BACKWARD
         for transfer in instruction.transfers:
             value = _gradient_of(micro_batch.taken[transfer.value]) if backward else micro_batch.given[transfer.value]
+            for dim, start, size in transfer.part:
+                value = value.narrow(dim, start, size)
             self._channels.send(transfer, value, _what(transfer.value, action), backward=backward)
 
     def _free(self, instruction: Free) -> None:
@@ -175,6 +185,18 @@ class Executor:
         micro_batch.taken.clear()
         micro_batch.given.clear()
         micro_batch.loss = None
+
+
+def _put(whole: Any, transfer: Transfer, value: Any) -> Any:
+    """A value with one more of its pieces in its place; what comes in one piece is the value."""
+    if not transfer.part:
+        return value
+    whole = value.new_zeros(transfer.held) if whole is None else whole
+    place = whole
+    for dim, start, size in transfer.part:
+        place = place.narrow(dim, start, size)
+    place.copy_(value)
+    return whole
 
 
 def _gradient_of(value: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from epl.batch import Flat, batch_size_of, cut, flatten, take
 from epl.config import Config
 from epl.errors import RunError, bulleted
 from epl.ir.graph import Graph
-from epl.planner.make import is_split
 from epl.planner.plan import Plan
 from epl.program.instructions import Program, StageProgram
 from epl.program.lower import lower_step
@@ -71,7 +70,7 @@ class Runner:
         self.groups = self._make_groups()
         self._collectives = self._make_collectives()
         self._channels = Channels(world, plan)
-        self.probe = ScaleProbe(world, is_spread=plan.num_stages > 1 or any(map(is_split, plan.stages)))
+        self.probe = ScaleProbe(world, is_spread=plan.num_stages > 1 or bool(plan.sharded_stages))
         self._parameters = dict(model.named_parameters())
         self._reduce(self._find_trainable())
         self._programs: dict[Any, Program] = {}
@@ -88,9 +87,9 @@ class Runner:
         return {ranks: self.world.group(ranks) for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks))}
 
     def _make_collectives(self) -> Collectives:
-        """What the devices of this stage do together, if they share out its weights."""
+        """What the devices of this stage do together, if they share out the work on one batch."""
         mine: Collectives = LonelyRank()
-        for stage in filter(is_split, self.plan.stages):
+        for stage in self.plan.sharded_stages:
             for ranks in stage.ranks:
                 group = self.world.group(ranks, "split")
                 if self.world.rank in ranks:

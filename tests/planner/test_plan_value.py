@@ -66,9 +66,19 @@ def test_devices_that_do_not_divide_are_refused_with_the_numbers() -> None:
         _plan("1x3")
 
 
-def test_what_is_not_yet_available_is_refused_and_says_so() -> None:
-    with pytest.raises(PlanError, match=r"have \[1, 2\] devices; .* replicate\(2\) .* is not yet available"):
-        _plan("1x3", (1, 2))
+def test_stages_of_different_device_counts_share_out_one_batch() -> None:
+    plan = _plan("1x3", (1, 2))
+    assert plan.num_shares == 1
+    assert [stage.index for stage in plan.sharded_stages] == [1]
+    assert _plan("1x4", (2, 2)).sharded_stages == ()
+
+
+def test_a_weight_tied_over_different_device_counts_is_whole_and_summed_once_a_step() -> None:
+    plan = _plan("1x3", (1, 2))
+    entry = replace(plan.parameters[0], stages=(0, 1))
+    with pytest.raises(PlanError, match=r"tied over stages \[0, 1\] with \[1, 2\] devices"):
+        replace(plan, parameters=(entry,))
+    assert replace(plan, parameters=(replace(entry, gradient="P"),)).parameters
 
 
 def test_split_needs_a_graph() -> None:

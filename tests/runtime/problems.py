@@ -74,7 +74,8 @@ class Way:
     @property
     def num_parts(self) -> int:
         """Parts that a global batch that divides is cut into."""
-        return self.num_replicas * (1 if self.split else max(self.counts or [1])) * self.micro_batches
+        is_shared = not self.split and len(set(self.counts)) == 1
+        return self.num_replicas * (self.counts[0] if is_shared else 1) * self.micro_batches
 
 
 class Outcome(NamedTuple):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epl
 from epl.cost.devices import CPU, LinkModel
-from epl.program import lower
+from epl.planner import make
 from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors, run_on
@@ -239,7 +239,7 @@ def choose_otherwise(rank: int) -> None:
     """One rank chooses as if sending were free, for a batch of another size than the plan's."""
     engine = start(chain(1), SPLIT_2)
     if rank == 1:
-        lower.device_model = lambda _: replace(CPU, link=LinkModel(0.0, 1e30))
+        make.device_model = lambda _: replace(CPU, link=LinkModel(0.0, 1e30))
     engine.train_step(batch_of(9))
 
 

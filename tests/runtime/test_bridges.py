@@ -1,0 +1,181 @@
+"""TaskGraphs with different strategies side by side: what goes between them, and that the numbers are those of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.marks import slow
+from tests.runtime.odd_nets import FEATURES, Chain, Normed, TiedTagger, batch_of, draw, tokens_of
+from tests.runtime.problems import Problem, Way, check, seeded
+from tests.runtime.test_gradients import token_mean
+from tests.zoo import CASES
+
+COLOCATE = {"cluster.colocate_split_and_replicate": True}
+HALVES = [["a", "b"], ["c", "d"]]
+
+
+def chain(size: int = 7, skip: bool = False) -> Problem:
+    return Problem(partial(seeded, Chain, skip), [batch_of(size, seed) for seed in range(3)])
+
+
+def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
+
+
+def zoo(name: str, size: int = 4) -> Problem:
+    case = CASES[name]
+    batches = [case.batch(size, seed=seed, dtype=torch.float64) for seed in range(3)]
+    return Problem(partial(case.build, torch.float64), batches, case.loss_fn, adamw)
+
+
+# ------------------------------------------------------------------------------------------------- on different devices
+
+
+def test_replicas_of_different_numbers_in_one_pipeline() -> None:
+    """2 -> 1 and 1 -> 2 and 3 -> 2: each rank gets the samples that it works on, and no others."""
+    check(
+        chain(),
+        Way(3, HALVES, devices=(2, 1), micro_batches=2),
+        Way(3, HALVES, devices=(1, 2), micro_batches=3),
+        Way(5, HALVES, devices=(3, 2)),
+        Way(5, [["a"], ["b", "c"], ["d"]], devices=(2, 1, 2), micro_batches=2),
+    )
+
+
+def test_values_that_skip_stages_of_different_numbers() -> None:
+    check(chain(skip=True), Way(5, [["a"], ["b", "c"], ["d"]], devices=(2, 1, 2), micro_batches=2))
+
+
+def test_replicated_stages_beside_split_ones() -> None:
+    check(
+        chain(),
+        Way(4, HALVES, devices=2, split=(1,), micro_batches=2),
+        Way(4, HALVES, devices=2, split=(0,)),
+        Way(5, HALVES, devices=(3, 2), split=(1,)),
+        Way(5, HALVES, devices=(3, 2), split=(0,), micro_batches=3),
+    )
+
+
+def test_two_replicas_of_a_pipeline_of_different_numbers() -> None:
+    check(chain(9), Way(6, HALVES, devices=(2, 1), micro_batches=2), Way(6, HALVES, devices=(1, 2), split=(1,)))
+
+
+def test_batches_with_fewer_samples_than_ranks() -> None:
+    check(chain(1), Way(3, HALVES, devices=(2, 1)))
+    check(chain(2), Way(5, HALVES, devices=(3, 2)))
+
+
+def test_batch_normalisation_over_the_ranks_of_a_stage() -> None:
+    """Statistics are those of the whole micro-batch, as in one process."""
+    problem = Problem(partial(seeded, Normed), [batch_of(8, seed) for seed in range(3)])
+    cut = [["a", "b"], ["c"]]
+    check(problem, Way(3, cut, devices=(2, 1)), Way(3, cut, devices=(1, 2)))
+
+
+def test_weights_tied_over_stages_of_different_numbers() -> None:
+    problem = Problem(partial(seeded, TiedTagger), [tokens_of(7, seed) for seed in range(3)], token_mean)
+    cut = [["embedding"], ["middle", "head"]]
+    check(
+        problem,
+        Way(3, cut, devices=(1, 2), micro_batches=2),
+        Way(3, cut, devices=(2, 1), split=(0,)),
+        Way(3, cut, devices=(1, 2), split=(1,)),
+        Way(5, cut, devices=(3, 2), split=(1,)),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- on the same devices
+
+
+def test_replicate_and_split_on_the_same_devices() -> None:
+    check(
+        chain(),
+        Way(2, HALVES, devices=2, split=(1,), config=COLOCATE),
+        Way(2, HALVES, devices=2, split=(0,), micro_batches=2, config=COLOCATE),
+        Way(3, [["a"], ["b", "c"], ["d"]], devices=3, split=(1,), config=COLOCATE),
+        Way(4, HALVES, devices=2, split=(1,), micro_batches=2, config=COLOCATE),
+    )
+
+
+class Written(nn.Module):
+    """Parts of a new tensor are written in place; what is written to is made cut as the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.zeros(x.shape[0], 2 * FEATURES, dtype=x.dtype)
+        z[:, :FEATURES] = self.a(x)
+        z[:, FEATURES:] = x
+        z[:, 2].mul_(2)
+        return nn.functional.mse_loss(self.b(z[:, :FEATURES] + z[:, FEATURES:]), y)
+
+
+class Contrast(nn.Module):
+    """Each sample is compared with all others, as in CLIP; the samples' own order is their label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        left, right = nn.functional.normalize(self.a(x)), nn.functional.normalize(self.b(y))
+        logits = left @ right.t()
+        labels = torch.arange(len(x))
+        loss = nn.functional.cross_entropy(logits, labels) + nn.functional.cross_entropy(logits.t(), labels)
+        return loss + self.c(x).square().mean()
+
+
+@pytest.mark.parametrize(("net", "cut"), [(Written, [["a"], ["b"]]), (Contrast, [["a", "b"], ["c"]])])
+def test_replicas_that_write_in_place_or_compare_samples(net: type[nn.Module], cut: list[list[str]]) -> None:
+    problem = Problem(partial(seeded, net), [batch_of(7, seed) for seed in range(3)])
+    check(
+        problem,
+        Way(3, cut, devices=3, split=(1,), config=COLOCATE),
+        Way(3, cut, devices=(2, 1)),
+        Way(3, cut, devices=(1, 2)),
+    )
+
+
+class Classifier(nn.Module):
+    """A convolutional backbone and more classes than divide by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.0)
+        )
+        self.head = nn.Linear(4, 101)
+
+    def forward(self, image: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.backbone(image)), labels)
+
+
+@pytest.mark.parametrize("world", [2, 4, *slow(8)])
+def test_a_large_classification(world: int) -> None:
+    labels = [torch.randint(101, (world + 3,), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    batches = [{"image": draw(world + 3, 2, 6, 6, seed=seed), "labels": label} for seed, label in enumerate(labels)]
+    problem = Problem(partial(seeded, Classifier), batches)
+    check(problem, Way(world, [["backbone"], ["head"]], devices=world, split=(1,), config=COLOCATE))
+
+
+# ----------------------------------------------------------------------------------------------------- models of the zoo
+
+
+@pytest.mark.parametrize("name", ["bert", *slow("gpt2", "llama", "t5", "vit", "mlp", "tied", "mixtral")])
+def test_stages_of_different_numbers_in_models_of_the_zoo(name: str) -> None:
+    cut = CASES[name].stages[2]
+    check(zoo(name), Way(3, cut, devices=(2, 1), micro_batches=2), Way(3, cut, devices=(1, 2), split=(1,)))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", *slow("bert", "llama", "t5", "vit", "mlp", "tied", "mixtral", "resnet", "unet")]
+)
+def test_colocated_strategies_in_models_of_the_zoo(name: str) -> None:
+    cut = CASES[name].stages[2]
+    check(zoo(name), Way(2, cut, devices=2, split=(1,), config=COLOCATE), Way(4, cut, devices=2, split=(0,)))
