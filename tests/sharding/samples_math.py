@@ -89,6 +89,7 @@ def _products() -> Iterator[Sample]:
     yield case("bmm", real(3, 5, 7), real(3, 7, 4))
     yield case("mv", real(5, 7), real(7))
     yield case("dot", real(7), real(7))
+    yield case("vdot", real(7), real(7))
     yield case("outer", real(5), real(7))
     yield case("ger", real(5), real(7))
     yield case("addmm", real(4), real(5, 7), real(7, 4))

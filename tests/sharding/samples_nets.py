@@ -51,6 +51,12 @@ def _norms() -> Iterator[Sample]:
     yield case("instance_norm", real(5, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5, False)
     yield case("instance_norm", real(5, 4, 3), real(4), real(4), const(4), const(4), True, 0.1, 1e-5, False)
     yield case("instance_norm", real(5, 4, 3), None, None, const(4), const(4), False, 0.1, 1e-5, False)
+    for dim in (0, 1, 2):
+        yield case(
+            "_weight_norm", real(5, 4, 6), real(*(size if i == dim else 1 for i, size in enumerate((5, 4, 6)))), dim
+        )
+    yield case("_weight_norm", real(5, 7), real(), -1)
+    yield case("_weight_norm", real(5, 7), real(1, 7), -1)
     for name in ("softmax", "log_softmax"):
         yield case(f"{name}.int", real(5, 7), -1)
         yield case(f"{name}.int", real(5, 4, 7), 1, torch.float64)

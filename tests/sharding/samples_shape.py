@@ -64,7 +64,7 @@ def _permutations() -> Iterator[Sample]:
         yield case(name, real(5, 4, 3), 0, 2)
     yield case("t", real(5, 4))
     yield case("t", real(5))
-    for name in ("mT", "adjoint"):
+    for name in ("mT", "adjoint", "matrix_H"):
         yield case(name, real(5, 4, 3))
     yield case("numpy_T", real(5, 4))
     for name in ("movedim", "moveaxis"):
@@ -79,6 +79,8 @@ def _sections() -> Iterator[Sample]:
     yield case("split.sizes", real(12, 5), [6, 6])
     yield case("split_with_sizes", real(5, 9), [3, 3, 3], -1)
     yield case("split_with_sizes", real(5, 9), [4, 3, 2], -1)
+    yield case("split_with_sizes", real(5, 24), [12, 6, 6], -1)
+    yield case("split_with_sizes", real(24, 5), [6, 0, 18])
     yield case("chunk", real(5, 14), 2, -1)
     yield case("chunk", real(5, 7), 2, 1)
     yield case("unsafe_chunk", real(5, 14), 2, -1)

@@ -44,6 +44,14 @@ def group_norm(ranks: Collectives, cut: Cut, *, input: torch.Tensor, num_groups:
     return torch.ops.aten.group_norm.default(input=input, num_groups=input.shape[1] // unit, **arguments)
 
 
+def weight_norm(ranks: Collectives, cut: Cut, *, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's part of each direction, by the length of the whole direction."""
+    directions = widened(v)
+    summed = [other for other in range(v.dim()) if dim == -1 or other != dim % v.dim()]
+    lengths = sum_over_ranks(ranks, directions.square().sum(summed, keepdim=dim != -1)).sqrt()
+    return cut.typed(directions * (g / lengths), v)
+
+
 def softmax(
     ranks: Collectives, cut: Cut, *, self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any
 ) -> torch.Tensor:
@@ -68,4 +76,10 @@ def _below_highest(ranks: Collectives, tensor: torch.Tensor, dim: int) -> torch.
     return values - ranks.all_reduce(values.detach().amax(dim, keepdim=True), "max")
 
 
-FORMS: Names = {"batch_norm": batch_norm, "group_norm": group_norm, "softmax": softmax, "log_softmax": log_softmax}
+FORMS: Names = {
+    "batch_norm": batch_norm,
+    "group_norm": group_norm,
+    "weight_norm": weight_norm,
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+}

@@ -54,12 +54,15 @@ def _stop(call: Call) -> int | None:
 
 
 def sections(call: Call) -> Iterator[Option]:
-    """``split`` and ``chunk``: equal sections are stretches, and each of them is cut."""
+    """``split`` and ``chunk``: sections are one stretch each, or several equal ones, and each stretch is cut."""
     dim = call.dim("dim")
     yield from passed_on(call, _others(call, dim))
     yield from linear_in(call, "self")
-    if len({kind.shape for kind in call.results}) == 1:
-        yield call.option({"self": Shard(dim, repeats=len(call.results))}, Shard(dim), form="sections")
+    widths = [kind.sizes[dim] for kind in call.results]
+    stretch = gcd(*widths)
+    if all(widths):
+        parts = [Shard(dim, repeats=width // stretch) for width in widths]
+        yield call.option({"self": Shard(dim, repeats=sum(widths) // stretch)}, parts, form="sections")
 
 
 def joining(call: Call) -> Iterator[Option]:

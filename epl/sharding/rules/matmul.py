@@ -145,6 +145,7 @@ RULES: dict[str, Rule] = {
     **table(_fixed("bmn", self="bmk", mat2="bkn"), "bmm"),
     **table(_fixed("m", self="mk", vec="k"), "mv"),
     **table(_fixed("", self="k", tensor="k"), "dot"),
+    **table(_fixed("", self="k", other="k"), "vdot"),
     **table(_fixed("mn", self="m", vec2="n"), "outer ger"),
     **table(_fixed("mn", "self", mat1="mk", mat2="kn"), "addmm"),
     **table(_fixed("m", "self", mat="mk", vec="k"), "addmv"),

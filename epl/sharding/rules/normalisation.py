@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from epl.sharding.options import Call, Option, Rule
+from epl.sharding.options import PARTIAL, Call, Option, Rule
 from epl.sharding.placements import Placement, Shard
 from epl.sharding.rules.common import passed_on, table
 
@@ -55,10 +55,24 @@ def softmax(call: Call) -> Iterator[Option]:
         yield call.option({"self": Shard(dim)}, Shard(dim), form=name)
 
 
+def weight_norm(call: Call) -> Iterator[Option]:
+    """Rows of directions and their lengths; or what is summed up in a length, over all ranks. Linear in lengths."""
+    rank, lengths = call.rank("v"), call.shape("g")
+    kept = -1 if call["dim"] == -1 else call["dim"] % rank  # -1: one length for all
+    fits = len(lengths) in (0, rank) and all(size == 1 for dim, size in enumerate(lengths) if dim != kept)
+    for dim in range(rank) if fits else ():
+        if dim == kept:
+            yield call.option({"v": Shard(dim), "g": Shard(dim)}, Shard(dim))
+        else:
+            yield call.option({"v": Shard(dim)}, Shard(dim), form="weight_norm")
+    yield call.option({"g": PARTIAL}, PARTIAL)
+
+
 RULES: dict[str, Rule] = {
     **table(over_last, "layer_norm rms_norm"),
     **table(batch_norm, "batch_norm"),
     **table(group_norm, "group_norm"),
     **table(instance_norm, "instance_norm"),
+    **table(weight_norm, "_weight_norm"),
     **table(softmax, "softmax.int log_softmax.int _softmax _log_softmax"),
 }

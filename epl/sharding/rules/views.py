@@ -107,7 +107,7 @@ def _swapping(first: str, second: str) -> Rule:
 
 
 def transposing(call: Call) -> Iterator[Option]:
-    """``t`` and ``mT``: the last two dimensions."""
+    """``t`` and ``mT`` (and ``mH``, of real numbers the same): the last two dimensions."""
     order = list(range(call.rank("self")))
     yield from _permuting(call, [*order[:-2], *reversed(order[-2:])])
 
@@ -171,7 +171,7 @@ RULES: dict[str, Rule] = {
     **table(permute, "permute"),
     **table(_swapping("dim0", "dim1"), "transpose.int swapdims"),
     **table(_swapping("axis0", "axis1"), "swapaxes"),
-    **table(transposing, "t mT adjoint"),
+    **table(transposing, "t mT adjoint matrix_H"),
     **table(reversing, "numpy_T"),
     **table(moving, "movedim.int movedim.intlist moveaxis.int moveaxis.intlist"),
     **table(repeating, "repeat tile"),
