@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epl.errors import RunError
+from epl.errors import RunError, bulleted
 
-__all__ = ["Flat", "Structure", "batch_size_of", "call_model", "cut", "flatten", "take"]
+__all__ = ["Flat", "Structure", "batch_size_of", "call_model", "cut", "flatten", "note_on_sizes", "take"]
 
+BATCH = "the batch"
 _PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 
 
@@ -87,16 +88,18 @@ class Flat(NamedTuple):
     structure: Structure
 
 
-def flatten(nest: Any, what: str = "the batch") -> Flat:
+def flatten(nest: Any, what: str = BATCH) -> Flat:
     """Take a nest apart.
 
     Args:
         nest: The nest.
-        what: What it is, for the message.
+        what: What it is, for the message. In a batch a list of numbers or texts is refused, since it may be meant as
+            one value for each sample, and would not be cut with them.
 
     Raises:
-        RunError: a leaf is neither a tensor nor a plain value; the message gives its path.
+        RunError: a leaf is neither a tensor nor a plain value, or is such a list; the message gives its path.
     """
+    is_batch = what == BATCH
     tensors: list[torch.Tensor] = []
     paths: list[str] = []
 
@@ -108,7 +111,14 @@ def flatten(nest: Any, what: str = "the batch") -> Flat:
         if isinstance(nest, _PLAIN):
             # NaN is equal to nothing unless it is the same object
             return Structure("plain", type(nest), value=math.nan if nest != nest else nest)
-        kind, items = _children(nest, path or what)
+        if is_batch and path and _is_list_of_values(nest):
+            raise RunError(
+                f"{what} at {path} is a list of plain values, {len(nest)} of Python's {type(nest[0]).__name__}; tensors "
+                "are cut into parts with the samples, lists are not. If it has a value for each sample, make it a tensor "
+                "(torch.as_tensor), or leave it out if the model does not need it; if it is the same for all samples, make "
+                "it a tuple."
+            )
+        kind, items = _children(nest, f"{what} at {path}" if path else what)
         children = tuple(visit(child, f"{path}.{key}" if path else str(key)) for key, child in items.items())
         container = dict if isinstance(nest, defaultdict) else type(nest)  # whose constructor wants a function
         return Structure(kind, container, tuple(items), children)
@@ -124,10 +134,19 @@ def _children(nest: Any, place: str) -> tuple[str, dict[Any, Any]]:
         return "sequence", {str(place): item for place, item in enumerate(nest)}
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         return "dataclass", {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
+    name = type(nest).__name__
+    cure = "Convert it to a tensor, or leave it out."
+    if type(nest).__module__.partition(".")[0] == "numpy":
+        name = f"numpy.{name}"
+        cure = "Make it a tensor with torch.as_tensor where the batch is made (in a collate_fn, say), or leave it out."
     raise RunError(
-        f"{place} is a {type(nest).__name__}; what goes into a model or comes out of it holds tensors, None, bool, int, "
-        "float and str in tuples, lists, dicts and dataclasses. Convert it to a tensor, or leave it out."
+        f"{place} is a {name}; what goes into a model or comes out of it holds tensors, None, bool, int, float and str in "
+        f"tuples, lists, dicts and dataclasses. {cure}"
     )
+
+
+def _is_list_of_values(nest: Any) -> bool:
+    return isinstance(nest, list) and bool(nest) and all(isinstance(item, (int, float, complex, str)) for item in nest)
 
 
 def _is_mapping(nest: Any) -> bool:
@@ -148,6 +167,32 @@ def call_model(model: Any, batch: Any) -> Any:
 def batch_size_of(tensors: Sequence[torch.Tensor]) -> int:
     """Samples in a batch: the first dimension of its first tensor that has one; 1 if none has."""
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim > 0), 1)
+
+
+def note_on_sizes(batch: Flat) -> str:
+    """For the message of an error: the first dimensions of a batch's tensors, if they are not all one; else nothing.
+
+    >>> print(note_on_sizes(flatten({"x": torch.ones(4, 2), "y": torch.ones(7)})))
+    in this part of the batch, tensors have different first dimensions:
+      - 4: x
+      - 7: y
+    The samples are counted in the first tensor, x, and only tensors of as many are cut into parts (micro-batches); the
+    others go whole into each part. If those hold samples too, give all of them the same number.
+    """
+    sizes: dict[int, list[str]] = {}
+    for tensor, path in zip(batch.tensors, batch.paths, strict=True):
+        if tensor.ndim:
+            sizes.setdefault(tensor.shape[0], []).append(path)
+    if len(sizes) < 2:
+        return ""
+    first = next(iter(sizes.values()))[0]
+    return bulleted(
+        "in this part of the batch, tensors have different first dimensions:",
+        [f"{size}: {', '.join(paths)}" for size, paths in sizes.items()],
+    ) + (
+        f"\nThe samples are counted in the first tensor, {first}, and only tensors of as many are cut into parts "
+        "(micro-batches); the\nothers go whole into each part. If those hold samples too, give all of them the same number."
+    )
 
 
 def cut(size: int, num_parts: int) -> tuple[tuple[int, int], ...]:

@@ -17,13 +17,13 @@ import difflib
 import math
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast, overload
 
 from epl.errors import ConfigError, bulleted
+from epl.lines import warn
 
 __all__ = ["Config", "Key", "Section", "Setting"]
 
@@ -351,7 +351,7 @@ class Config:
         if any(variable.lower().startswith(f"epl_{section.NAME}_") for section in _SECTIONS):
             raise ConfigError(message + _nearest(variable, keys, cutoff=0.0))
         # Another program may own it, or the section may be misspelt: not an error, and not silence.
-        warnings.warn(f"{message}{_nearest(variable, keys, cutoff=0.75)}; it is not used", stacklevel=3)
+        warn(f"{message}{_nearest(variable, keys, cutoff=0.75)}; it is not used")
 
     @staticmethod
     def keys() -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def _without_caches(output: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     try:
-        flatten(value)
+        flatten(value, "the model's output")
     except RunError:
         return False
     return True

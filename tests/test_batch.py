@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from epl.batch import Flat, Structure, batch_size_of, call_model, cut, flatten, take
+from epl.batch import Flat, Structure, batch_size_of, call_model, cut, flatten, note_on_sizes, take
 from epl.errors import RunError
 
 X, Y = torch.arange(6.0).view(3, 2), torch.tensor([1, 2, 3])
@@ -123,7 +123,7 @@ def test_what_cannot_be_in_a_batch_is_refused_with_its_path(wrong: Any) -> None:
 
 
 def test_a_numpy_array_is_refused_rather_than_baked_in() -> None:
-    with pytest.raises(RunError, match=r"x is a ndarray; .*Convert it to a tensor"):
+    with pytest.raises(RunError, match=r"the batch at x is a numpy\.ndarray; .*torch\.as_tensor"):
         flatten({"x": X.numpy()})
 
 
@@ -185,3 +185,20 @@ def test_a_flat_batch_is_a_plain_value() -> None:
     assert flatten((X, 1)) == Flat(
         (X,), ("0",), Structure("sequence", tuple, ("0", "1"), flatten((X, 1)).structure.children)
     )
+
+
+@pytest.mark.parametrize("values", [[1, 2], [0.5], ["a", "b"], [True]], ids=str)
+def test_a_list_of_plain_values_in_a_batch_is_refused_with_its_path(values: list[Any]) -> None:
+    """It may have a value for each sample, and would go whole into every part, and be captured anew for every batch."""
+    with pytest.raises(RunError, match=rf"the batch at a\.1\.y is a list of plain values, {len(values)} of"):
+        flatten({"a": [X, {"y": values}]})
+    assert flatten({"a": [X, {"y": tuple(values)}]}).tensors == (X,)
+    assert flatten({"y": values}, "the model's output").tensors == ()
+
+
+def test_tensors_of_other_first_dimensions_are_listed() -> None:
+    scalar = torch.ones(())
+    note = note_on_sizes(flatten({"x": X, "s": scalar, "y": [torch.ones(7), X], "z": torch.ones(1)}))
+    assert note.splitlines()[1:4] == ["  - 3: x, y.1", "  - 7: y.0", "  - 1: z"]
+    assert "The samples are counted in the first tensor, x," in note
+    assert note_on_sizes(flatten({"x": X, "s": scalar, "y": Y})) == ""

@@ -7,7 +7,6 @@ calls the model itself (`opaque`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from epl.batch import Flat, Structure
+from epl.batch import Flat, Structure, note_on_sizes
 from epl.capture.attributes import ForwardEffects
 from epl.capture.convert import Converted, convert
 from epl.capture.export import Exported, export, modules_of
@@ -24,6 +23,7 @@ from epl.capture.refusals import refuse_hooks
 from epl.errors import CaptureError, bulleted
 from epl.ir.graph import Graph, Ref
 from epl.ir.verify import verify
+from epl.lines import warn
 from epl.loss import Step
 
 __all__ = ["Captured", "capture"]
@@ -61,14 +61,13 @@ def capture(model: nn.Module, step: Step, batch: Flat) -> Captured:
         exported, converted = _exported(model, step, batch)
         _refuse_frozen_numbers(converted.graph)
     except CaptureError as error:
-        converted = opaque(model, step, batch, error)
+        converted = _as_it_is(model, step, batch, error)
         return Captured(converted.graph, converted.functions, {}, structure=step.structure, is_opaque=True)
     left = [path for changes in exported.marks.changes for path in changes.tensors]
     if left:
-        warnings.warn(
+        warn(
             f"forward leaves tensors in attributes ({', '.join(left[:5])}); a parallel step does not. Read them in forward "
-            "or in loss_fn, or return them as aux.",
-            stacklevel=2,
+            "or in loss_fn, or return them as aux."
         )
     return Captured(
         verify(converted.graph),
@@ -77,6 +76,16 @@ def capture(model: nn.Module, step: Step, batch: Flat) -> Captured:
         structure=step.structure,
         follows_data=exported.follows_data,
     )
+
+
+def _as_it_is(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Converted:
+    try:
+        return opaque(model, step, batch, error)
+    except CaptureError as failure:
+        note = note_on_sizes(batch)  # of a part of the batch: what was cut has another size than what was not
+        if not note:
+            raise
+        raise CaptureError(f"{failure}\n{note}") from failure.__cause__
 
 
 def _exported(model: nn.Module, step: Step, batch: Flat) -> tuple[Exported, Converted]:

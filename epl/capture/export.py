@@ -31,8 +31,9 @@ from epl.batch import Structure
 from epl.capture.attributes import ForwardEffects, plain_tensors
 from epl.capture.marks import Marks, PartPlace, annotating, marking
 from epl.capture.randomness import python_random_refused
-from epl.capture.refusals import autograd_calls_refused, is_users, user_line
+from epl.capture.refusals import autograd_calls_refused, user_line
 from epl.errors import CaptureError, EplError
+from epl.lines import is_users
 from epl.loss import Step
 
 __all__ = ["Exported", "export", "modules_of"]

@@ -5,7 +5,6 @@ That is enough where no graph is needed: one TaskGraph, that is data parallelism
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from epl.capture.refusals import user_line
 from epl.errors import CaptureError, EplError, RunError
 from epl.ir.graph import Buffer, Graph, Input, Op, Output, Parameter, Ref, StrategySpec
 from epl.ir.types import ListType, ScalarType, TensorType, Type
+from epl.lines import warn
 from epl.loss import Parts, Step
 from epl.scopes import DeafTracer, Strategy, strategies_of, tracing
 
@@ -54,7 +54,7 @@ def opaque(model: nn.Module, step: Step, batch: Flat, error: CaptureError) -> Co
     strategies = list(dict.fromkeys([*strategies_of(model), *called.strategies]))
     if len(strategies) > 1:
         raise error
-    warnings.warn(f"the model runs as it is, as one TaskGraph, since it cannot be captured: {error}", stacklevel=3)
+    warn(f"the model runs as it is, as one TaskGraph, since it cannot be captured: {error}")
     specs = tuple(StrategySpec(s.kind, s.device_count, s.name, s.where, placements=s.placements) for s in strategies)
     return Converted(_graph(model, batch, parts, specs), {"function.call_0": _Call(model, step, batch, parts)}, {})
 

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +20,10 @@ import torch.nn as nn
 from epl.capture.attributes import PlainAttributes
 from epl.capture.checkpoints import replaced
 from epl.errors import CaptureError, bulleted
+from epl.lines import OWN, is_users
 
-__all__ = ["PlainAttributes", "autograd_calls_refused", "is_users", "refuse_hooks", "user_line", "user_line_of_stack"]
+__all__ = ["PlainAttributes", "autograd_calls_refused", "refuse_hooks", "user_line", "user_line_of_stack"]
 
-_OWN = f"{Path(__file__).parents[1]}/"
-_LIBRARIES = (f"{Path(torch.__file__).parent}/", _OWN)
-_STANDARD_LIBRARY = f"{Path(contextlib.__file__).parent}/"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GRADIENTS = "computes gradients inside forward, which a graph of forward operators cannot hold"
@@ -82,7 +78,7 @@ def refuse_hooks(model: nn.Module) -> None:
 def _is_own(hook: Any) -> bool:
     """EPL's reducer is told by hooks when a gradient is there."""
     code = getattr(inspect.unwrap(getattr(hook, "func", hook)), "__code__", None)
-    return code is not None and code.co_filename.startswith(_OWN)
+    return code is not None and code.co_filename.startswith(OWN)
 
 
 def _place_of(function: Any) -> str:
@@ -141,9 +137,3 @@ def user_line_of_stack(stack: str) -> str:
             if is_users(file):
                 best = f"{file}:{rest.split(',')[0]}"
     return best
-
-
-def is_users(file: str) -> bool:
-    """True for a file that is neither torch's, nor EPL's, nor of Python's own library."""
-    standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
-    return not standard and not file.startswith(("<", *_LIBRARIES))

@@ -9,12 +9,12 @@ changes, such as clipping by value.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 
+from epl.lines import warn
 from epl.runtime.world import World
 
 __all__ = ["ScaleProbe"]
@@ -56,12 +56,11 @@ class ScaleProbe:
         if self._world.rank == 0 and apart > _UNIT // 10**5 and not self._has_warned:
             self._has_warned = True
             each = ", ".join(f"{number / _UNIT:.3g}" for number in sorted(set(factors)))
-            warnings.warn(
+            warn(
                 f"between backward and the step, gradients were scaled by another factor on each rank: {each}. If that "
                 "was torch.nn.utils.clip_grad_norm_, it saw what each rank holds by itself, and the update is not "
                 "that of one process: call engine.clip_grad_norm_(max_norm) instead (and give a Trainer of transformers "
-                "max_grad_norm=0).",
-                stacklevel=6,
+                "max_grad_norm=0)."
             )
 
     def _factor(self) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from epl.lines import warn
 from epl.planner.plan import Plan
 from epl.runtime.record import Event
 from epl.runtime.world import World
@@ -127,7 +127,7 @@ def save_trace(path: str, by_rank: Sequence[Sequence[Event]], plan: Plan) -> str
     try:
         from epl.runtime.picture import draw_timeline  # lazy: matplotlib is an extra, wanted for the picture only
     except ImportError:
-        warnings.warn(f"matplotlib is not installed, so {path} has no picture beside it", stacklevel=2)
+        warn(f"matplotlib is not installed, so {path} has no picture beside it: pip install matplotlib")
     else:
         draw_timeline(target.with_suffix(".png"), by_rank, plan)
     bubbles = ", ".join(f"rank {rank} {bubble_of(events):.0%}" for rank, events in enumerate(by_rank))

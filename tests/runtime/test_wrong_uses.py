@@ -150,6 +150,14 @@ def wrong_leaf(rank: int) -> None:
     engine.train_step({**batch_of(4), "y": [object()]} if rank else batch_of(4))
 
 
+def unequal_sizes(rank: int) -> None:
+    engine_of(seeded(Chain), HALVES, {"pipeline.num_micro_batch": 2}).train_step({**batch_of(4), "y": batch_of(3)["y"]})
+
+
+def list_of_numbers(rank: int) -> None:
+    engine_of(seeded(Chain), HALVES).train_step({**batch_of(4), "y": [1.0, 2.0, 3.0, 4.0]})
+
+
 def other_results(rank: int) -> None:
     engine = engine_of(seeded(Chain), [], loss_fn=partial(with_more_on, rank))
     engine.train_step(batch_of(4))
@@ -184,6 +192,8 @@ WRONG: dict[str, tuple[Callable[[int], None], tuple[str, ...]]] = {
     "late part": (late_part, ("middle.weight", "Pass example_batch=")),
     "empty": (empty_everywhere, ("the global batch is empty",)),
     "wrong leaf": (wrong_leaf, ("y.0 is a object",)),
+    "unequal sizes": (unequal_sizes, ("tensors have different first dimensions", "  - 2: x", "  - 3: y")),
+    "list of numbers": (list_of_numbers, ("the batch at y is a list of plain values, 4 of Python's float",)),
     "other results": (other_results, ("the ranks do not agree on what a step gives", "aux.twice")),
 }
 
