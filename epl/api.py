@@ -35,10 +35,13 @@ class _Job:
 
 
 def init(config: Config | None = None) -> None:
-    """Join the job that the launcher started, or be a world of one; forget what an earlier `init` has set.
+    """Join the job that the launcher started, or be a world of one.
+
+    Called again without settings, it changes nothing. Called again with settings, it forgets annotations and the engine
+    made before, which goes on with its own settings; the new ones hold for what is made from then on.
 
     Args:
-        config: The settings; the defaults and the environment if not given.
+        config: The settings; if not given, those of an earlier call, else the defaults and the environment.
 
     Raises:
         ConfigError: a setting is unknown, wrong or not yet available.
@@ -51,6 +54,8 @@ def init(config: Config | None = None) -> None:
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"epl.init takes an epl.Config, got a {type(config).__name__}: epl.init(epl.Config({{...}}))")
+    if config is None and _Job.world is not None:
+        return
     env = Env.reset(config or Config(), Cluster.from_environment(os.environ))
     reset_scopes()
     _Job.engine = None
