@@ -191,6 +191,7 @@ class _Agent(_TorchAgent):
         self._num_starts = 0
         self._board: Board | None = None  # one per start of the ranks, if there are other nodes
         self._failure = Failure(1, "the ranks failed")
+        self._repeated: tuple[str, str] | None = None  # of a failure's text: what was shown before, and what to say
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         # torch would install handlers of its own, which raise while ranks are being started.
@@ -216,7 +217,8 @@ class _Agent(_TorchAgent):
         if self._board is not None:
             result = self._agree(self._board, result)
         if result.state is WorkerState.FAILED:
-            _say(self._failure.text)
+            # Rank 0's output is on this terminal already.
+            _say(self._failure.text.replace(*self._repeated) if self._repeated else self._failure.text)
             if self._num_starts <= self._options.max_restarts:
                 _say(f"starting all ranks anew, restart {self._num_starts} of {self._options.max_restarts}")
         return result
@@ -264,7 +266,9 @@ class _Agent(_TorchAgent):
         if others := [f"rank {other} {ending(failures[other].exitcode)}" for other in sorted(ranks) if other != rank]:
             text += f"\nat the same time {', '.join(others)}"
         if lines := tail(path, _TAIL_LINES):
-            text += "\n".join([f"\nthe end of its log, {path}:", *(f"    {line}" for line in lines)])
+            end = "\n".join([f"\nthe end of its log, {path}:", *(f"    {line}" for line in lines)])
+            self._repeated = (end, f"\nits output is above, and in its log, {path}") if rank == 0 else None
+            text += end
         else:
             text += f"\nit wrote nothing to its log, {path}"
         return Failure(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode, text)
