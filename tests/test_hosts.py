@@ -35,7 +35,7 @@ def ip(*words: str) -> None:
 def hosts() -> Iterator[list[str]]:
     """The names of two namespaces; 10.78.0.1 and 10.78.0.2 are their addresses."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
+        pytest.skip("run as root with iproute2 installed (the program `ip`) to test two hosts")
     names = [f"epl{os.getpid()}h{number}" for number in range(2)]
     with contextlib.ExitStack() as stack:
         try:
@@ -48,7 +48,11 @@ def hosts() -> Iterator[list[str]]:
                 ip("-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "v0")
                 ip("-n", name, "link", "set", "v0", "up")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+            reason = error.stderr.decode().strip()
+            pytest.skip(
+                "run where network namespaces and veth are allowed to test two hosts (in docker: --cap-add NET_ADMIN,"
+                f"SYS_ADMIN); ip said: {reason}"
+            )
         yield names
 
 
