@@ -1,7 +1,8 @@
 """A training job in which one rank goes wrong at one place: `epl launch --nproc 4 tests/faulty.py PLACE FAULT RANK`.
 
-Two stages by two replicas: stage 0 is ranks 0 and 2, stage 1 is ranks 1 and 3. The fault happens in the third step, or
-while the model is captured. The file ``fault`` in the working directory says when.
+Two stages by two replicas: stage 0 is ranks 0 and 2, stage 1 is ranks 1 and 3. With FAULTY_SPLIT=3 it is one stage instead,
+whose weights three ranks share out. The fault happens in the third step, or while the model is captured. The file ``fault``
+in the working directory says when.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn as nn
 import epl
 
 NUM_STEPS = int(os.environ.get("FAULTY_NUM_STEPS", "6"))
+SPLIT = int(os.environ.get("FAULTY_SPLIT", "0"))  # devices
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 STEP = 2  # in which the fault happens
 
@@ -89,13 +91,14 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Two stages."""
+    """Two stages, or one that is split."""
 
     def __init__(self) -> None:
         super().__init__()
-        with epl.replicate(1):
+        whole = epl.split(SPLIT) if SPLIT else None
+        with whole or epl.replicate(1):
             self.first = Part()
-        with epl.replicate(1):
+        with whole or epl.replicate(1):
             self.second = Part()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,12 @@ class Failed(NamedTuple):
 
 
 @contextlib.contextmanager
-def job(folder: Path, *fault: object, nproc: int = 4, options: Sequence[str] = (), num_steps: int = 6) -> Iterator[Job]:
+def job(
+    folder: Path, *fault: object, nproc: int = 4, options: Sequence[str] = (), num_steps: int = 6, split: int = 0
+) -> Iterator[Job]:
     command = ("-m", "epl.cli", "launch", "--nproc", str(nproc), *options, FAULTY, *map(str, fault))
     environment = {"EPL_COMMUNICATION_TIMEOUT": str(TIMEOUT_S), "FAULTY_NUM_STEPS": str(num_steps)}
+    environment["FAULTY_SPLIT"] = str(split)
     folder.mkdir(exist_ok=True)
     with started(folder, *command, environment=environment) as running:
         yield running
@@ -56,8 +59,8 @@ def after_fault(running: Job) -> Failed:
     return Failed(ended.code, said, time.time() - begin_s)
 
 
-def fail(folder: Path, *fault: object, nproc: int = 4) -> Failed:
-    with job(folder, *fault, nproc=nproc) as running:
+def fail(folder: Path, *fault: object, nproc: int = 4, split: int = 0) -> Failed:
+    with job(folder, *fault, nproc=nproc, split=split) as running:
         return after_fault(running)
 
 
@@ -144,6 +147,38 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         running.fault_s()
         os.kill(running.process.pid, signal.SIGKILL)
         running.wait_until_gone(LIMIT_S)
+
+
+# -- split: the others wait inside a collective ---------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, rank: int) -> None:
+    failed = fail(tmp_path, place, "kill", rank, nproc=3, split=3)
+    assert failed.code == 137, failed.said
+    assert f"rank {rank} was killed by SIGKILL" in failed.said
+    assert_soon(failed)
+
+
+@slow
+@pytest.mark.parametrize(("place", "rank"), [("forward", 1), ("backward", 0), ("between", 2)])
+def test_a_stopped_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, rank: int) -> None:
+    """Its connections stay open, so the others learn of it by the limit of a wait."""
+    failed = fail(tmp_path, place, "stop", rank, nproc=3, split=3)
+    assert failed.code == 1
+    assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said
+    assert re.search(f"look at first:\n *- rank {rank} does not answer", failed.said), failed.said
+    assert_soon(failed, TIMEOUT_S + LIMIT_S)
+
+
+@slow
+def test_a_rank_of_a_split_stage_that_computes_for_ever_is_named(tmp_path: Path) -> None:
+    failed = fail(tmp_path, "backward", "loop", 1, nproc=3, split=3)
+    assert failed.code == 1
+    assert re.search(r"look at first:\n *- rank 1 has been computing in 0B", failed.said), failed.said
+    assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 
 # -- random kills ---------------------------------------------------------------------------------------------------
