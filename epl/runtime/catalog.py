@@ -26,7 +26,7 @@ from epl.ir.graph import Graph, StrategySpec
 from epl.lines import warn
 from epl.loss import LossFunction, loss_step, output_step
 from epl.passes import apply_passes
-from epl.planner.make import choose_splits, is_split, make_plan
+from epl.planner.make import choose_splits, make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
@@ -138,16 +138,16 @@ class Catalog:
     def bind(self, variant: Variant, plan: Plan, rank: int, collectives: Collectives) -> BoundStage:
         """The stage that ``rank`` makes of a graph, compiled; ``collectives`` are those of its stage's devices."""
         if variant.bound is None:
-            if variant.captured.is_opaque and any(map(is_split, plan.stages)):
+            if variant.captured.is_opaque and plan.sharded_stages:
                 raise RunError(
                     "for a batch of this kind the model cannot be captured as a graph (the warning above says why), and "
-                    "split needs one. Mend that, or use replicate."
+                    "a plan in which devices share out the work on one batch needs one. Mend that, or use one replicate."
                 )
             graph = apply_passes(variant.graph, plan)
             self._check_held(graph, plan, rank)
             number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)
-            choice = variant.splits.get(plan.place_of(rank)[0]) if graph is variant.graph else None
-            lowered = lower_stage(graph, plan, rank, label=f"_{number}", choice=choice)
+            splits = variant.splits if graph is variant.graph else None
+            lowered = lower_stage(graph, plan, rank, label=f"_{number}", splits=splits)
             variant.graph = graph
             variant.bound = BoundStage(
                 lowered.program,
