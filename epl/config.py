@@ -245,7 +245,7 @@ class _Optimizer(Section):
 
 class _Run(Section):
     NAME = "run"
-    log_dir = Key("", "Folder that the plan is written to; empty: none. `epl launch` sets it to the folder of its logs.")
+    log_dir = Key("", "Folder for the plan; empty: none. `epl launch` sets it to the folder of its logs.")
     check_batches = Key(True, "Check that the ranks of one replica are given the same batch.")
     print_plan = Key(True, "Rank 0 prints the plan at the start.")
     trace = Key("", "File for a timeline of training steps, after the first one; empty: none.")
