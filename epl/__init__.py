@@ -1,5 +1,6 @@
 """EPL (Easy Parallel Library): train models that have outgrown one device without rewriting them."""
 
+from epl import nn
 from epl.api import data_loader, init, parallelize
 from epl.cluster import Cluster
 from epl.config import Config
@@ -40,6 +41,7 @@ __all__ = [
     "VerifyError",
     "data_loader",
     "init",
+    "nn",
     "parallelize",
     "replicate",
     "set_default_strategy",

@@ -292,10 +292,17 @@ def _as_wished(build: _Builder, leaf: Parameter | Buffer | Constant, shards: lis
         return wish
     fitting = [shard for shard in shards if shard.dim == wish.dim]
     if not fitting:
+        shape, size = list(leaf.type.shape), leaf.type.sizes[wish.dim] if wish.dim < len(leaf.type.shape) else 0
         possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
+        why = (
+            f"dimension {wish.dim} has {size}, fewer than the devices (experts: take at least {build.num_ranks} of them, or "
+            "split over fewer devices)"
+            if 0 < size < build.num_ranks
+            else f"possible are {possible}"
+        )
         raise StrategyError(
-            f"{_path(leaf)} of shape {list(leaf.type.shape)} cannot be placed as {wish} on {build.num_ranks} devices, as "
-            f"split(placements=...) asks; possible are {possible}"
+            f"{_path(leaf)} of shape {shape} cannot be placed as {wish} on {build.num_ranks} devices, as "
+            f"split(placements=...) or its module asks: {why}"
         )
     return fitting[0]
 

@@ -1,4 +1,4 @@
-"""TaskGraphs with different strategies side by side: what goes between them, and that the numbers are those of one process."""
+"""TaskGraphs with different strategies side by side: what goes between them, and the numbers of one process."""
 
 from __future__ import annotations
 
