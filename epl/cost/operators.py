@@ -75,6 +75,8 @@ def _flops(name: str, inputs: Mapping[str, Sequence[Shape]], outputs: Sequence[S
         return 2 * size * prod(inputs["weight"][0][1:])
     if name == "scaled_dot_product_attention":
         return 4 * size * inputs["key"][0][-2]
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # each place of each sequence, by each matrix
+        return 2 * prod(inputs["input"][0][:-1]) * sum(prod(shape) for shape in inputs["params"] if len(shape) == 2)
     if "grouped_mm" in name:
         return 2 * size * inputs["weight"][0][-2]
     return size

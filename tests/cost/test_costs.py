@@ -75,6 +75,12 @@ def _linear(batch: int) -> Work:
             (2, 4, 9, 8),
             2 * 2 * (2 * 4 * 9 * 6 * 8),  # queries with keys, and what comes of it with values
         ),
+        (
+            "aten.gru.input",
+            {"input": [(2, 7, 3)], "hx": [(1, 2, 5)], "params": [(15, 3), (15, 5), (15,), (15,)]},
+            (2, 7, 5),
+            2 * 2 * 7 * 15 * (3 + 5),
+        ),
         ("aten.gelu.default", {"self": [(2, 3)]}, (2, 3), 6),
     ],
 )
