@@ -19,13 +19,32 @@ import workloads
 import epl
 
 LR = 1e-4
+_COLOCATED = {"classes": "head", "experts": "experts"}  # what is split, beside a rest that is replicated
 
 
 def _options() -> argparse.ArgumentParser:
     parser = measure.options()
-    parser.add_argument("--strategy", choices=("dp", "pipeline", "split"), default="dp")
+    parser.add_argument("--strategy", choices=("dp", "pipeline", "split", "classes", "experts"), default="dp")
     parser.add_argument("--schedule", default="PreferBackward")
     return parser
+
+
+def _annotate_beside(model: torch.nn.Module, name: str) -> None:
+    """Modules of this name are split over all ranks, which replicate the rest."""
+    world = int(os.environ["WORLD_SIZE"])
+    epl.split(world)(*(module for path, module in model.named_modules() if path.rpartition(".")[2] == name))
+    epl.replicate(world, name="rest")(*_without(model, name))
+
+
+def _without(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
+    """The largest modules that hold none of this name."""
+    found: list[torch.nn.Module] = []
+    for path, child in model.named_children():
+        if path == name:
+            continue
+        holds = any(path.rpartition(".")[2] == name for path, _ in child.named_modules())
+        found += _without(child, name) if holds else [child]
+    return found
 
 
 def _annotate(model: torch.nn.Module, meta: dict[str, Any]) -> None:
@@ -43,7 +62,8 @@ def main() -> None:
     args = _options().parse_args()
     micro = args.micro or (4 if args.strategy == "pipeline" else 1)
     settings = {"pipeline.num_micro_batch": micro, "pipeline.strategy": args.schedule, "run.print_plan": False}
-    epl.init(epl.Config(settings))
+    colocate = {"cluster.colocate_split_and_replicate": args.strategy in _COLOCATED}
+    epl.init(epl.Config({**settings, **colocate}))
     model, loss_fn, make_batch, meta = workloads.build(args.workload, args.scale)
     batches = measure.make_batches(make_batch, args)
     baseline = measure.Baseline()
@@ -51,6 +71,8 @@ def main() -> None:
         _annotate(model, meta)
     elif args.strategy == "split":
         epl.split(int(os.environ["WORLD_SIZE"]))(model)
+    elif args.strategy in _COLOCATED:
+        _annotate_beside(model, _COLOCATED[args.strategy])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine = epl.parallelize(model, optimizer, loss_fn=loss_fn)
 

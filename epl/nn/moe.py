@@ -1,9 +1,9 @@
 """A layer of experts: each token goes through a few of many feed-forward networks.
 
 Tokens are routed within *groups*, and a group is what belongs to one sample: how many tokens an expert takes, and which
-ones are dropped, does not depend on how the batch is cut. So the numbers are the same under any plan. With the batch cut over the
-ranks that replicate the rest (``replicate(n)``) and the experts cut over the same ranks (``split(n)``), what goes to the
-experts and what comes back are one all-to-all each.
+ones are dropped, does not depend on how the batch is cut. So the numbers are the same under any plan. With the batch cut
+over the ranks that replicate the rest (``replicate(n)``) and the experts cut over the same ranks (``split(n)``), what goes
+to the experts and what comes back are one all-to-all each.
 
 Sources: GShard (Lepikhin et al. 2020: groups, capacity, top-2), Switch Transformer (Fedus et al. 2021: top-1, balancing
 loss), M6-T (Yang et al. 2021: expert prototyping, k prototypes with top-1 each).
@@ -154,8 +154,8 @@ class MoE(nn.Module):
         """
         if x.dim() < 3:
             raise StrategyError(
-                f"MoE takes [batch, tokens, hidden], and was given {list(x.shape)}: it routes within each sample. For one token "
-                "a sample, give x.unsqueeze(0): then all samples are one group."
+                f"MoE takes [batch, tokens, hidden], and was given {list(x.shape)}: it routes within each sample. For one "
+                "token a sample, give x.unsqueeze(0): then all samples are one group."
             )
         tokens = x.flatten(1, -2)
         capacity = self.capacity(tokens.shape[1])

@@ -295,8 +295,8 @@ def _as_wished(build: _Builder, leaf: Parameter | Buffer | Constant, shards: lis
         shape, size = list(leaf.type.shape), leaf.type.sizes[wish.dim] if wish.dim < len(leaf.type.shape) else 0
         possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
         why = (
-            f"dimension {wish.dim} has {size}, fewer than the devices (experts: take at least {build.num_ranks} of them, or "
-            "split over fewer devices)"
+            f"dimension {wish.dim} has {size}, fewer than the devices (experts: take at least {build.num_ranks} of them, "
+            "or split over fewer devices)"
             if 0 < size < build.num_ranks
             else f"possible are {possible}"
         )

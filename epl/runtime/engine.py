@@ -135,7 +135,8 @@ class Engine:
         agree_on(self._world, "the settings", settings_lines(self._config))
         agree_on_model(self._world, self._model)
         self._world.watch.now("the capture of the model")
-        plan = all_succeed(self._world, lambda: self._make_plan(flatten(batch), kind))
+        example = self._example(all_succeed(self._world, lambda: flatten(batch)))
+        plan = all_succeed(self._world, lambda: self._make_plan(example, kind))
         agree_on(self._world, "the plan", plan.to_json().splitlines())
         refuse_optimizers(self._optimizers, plan)
         if make_equal(self._world, self._model) and self._world.rank == 0:
@@ -149,6 +150,15 @@ class Engine:
                 print(plan_table(plan), flush=True)
             write_plan(self._config.run.log_dir, plan, self._config)
         return plan
+
+    def _example(self, flat: Flat) -> Flat:
+        """The batch that the plan is made with, alike on all ranks: of unequal ones (what does not divide) the largest."""
+        shapes = digest(" ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in flat.tensors))
+        everyone = self._world.gather_numbers([batch_size_of(flat.tensors), shapes])
+        if len({number for _, number in everyone}) == 1:
+            return flat
+        chosen = max(range(len(everyone)), key=lambda rank: everyone[rank][0])
+        return self._world.gather(flat if chosen == self._world.rank else None)[chosen]
 
     def _make_plan(self, flat: Flat, kind: str) -> Plan:
         flat = flat._replace(tensors=tuple(tensor.to(self._world.device) for tensor in flat.tensors))
