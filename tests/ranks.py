@@ -8,8 +8,9 @@ the body meets the other ranks as it does in a user's script. The store that the
 port that the system chose, so no two runs can want the same one.
 
 Why not ``torch.multiprocessing.spawn``: it imports torch and transformers in every rank (seconds each). Here ranks fork
-from one clean process that imported them once, which takes some hundredths of a second. Nothing that starts threads or
-runs autograd may happen in that process: a fork would inherit its locks and not its threads.
+from one clean process that imported them once (and captured a model, tests/warm.py), which takes some hundredths of a
+second. Nothing that starts threads or runs autograd may happen in that process: a fork would inherit its locks and not
+its threads.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _PRELOAD = (
     "torch.distributed",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "mixtral")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("resnet", "t5", "vit")),
+    "tests.warm",  # a first capture
 )
 
 
