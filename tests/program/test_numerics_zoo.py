@@ -14,10 +14,10 @@ from tests.marks import slow
 from tests.program.local_run import check_lowered, check_parity, lower_captured
 from tests.zoo import CASES, annotate
 
+SLOW = ("llama", "gpt2", "bart", "resnet", "unet")  # as pipelines they are trained in tests/runtime
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in CASES if name not in ("llama", "gpt2", "bart")), *slow("llama", "gpt2", "bart")]
-)
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *slow(*SLOW)])
 def test_stages_compute_what_the_whole_model_computes(name: str) -> None:
     """Annotations have no say in an export, so one serves all cuts: it is what takes the time."""
     case = CASES[name]
