@@ -28,6 +28,17 @@ def test_split_over_four_ranks_with_micro_batches_equals_one_process(name: str) 
     check_parity(Job(name, world=4, split=4, micro_batches=2))
 
 
+@pytest.mark.parametrize("name", slow(*NAMES))
+def test_split_over_eight_ranks_equals_one_process(name: str) -> None:
+    """More ranks than heads, experts, classes, or samples."""
+    check_parity(Job(name, world=8, split=8, size=7))
+
+
+@pytest.mark.parametrize("name", slow(*NAMES))
+def test_split_over_four_ranks_in_one_part_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, split=4))
+
+
 @pytest.mark.parametrize("name", ["bert", *slow("llama", "t5")])
 def test_split_inside_data_parallelism_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=4, split=2, micro_batches=2))

@@ -132,6 +132,11 @@ def _recurrent() -> Iterator[Sample]:
             hidden = [state, real(*state.shape)] if name == "lstm" else state
             more = True, 1, 0.0, True, False, batch_first
             yield case(f"{name}.input", real(5, 6, 4), hidden, weights, *more)
+            state = real(4, 5 if batch_first else 6, 3)
+            hidden = [state, real(*state.shape)] if name == "lstm" else state
+            wide = [real(gates * 3, 6), *weights[1:]]  # of the second layer, which has both directions' results
+            more = True, 2, 0.5, False, True, batch_first
+            yield case(f"{name}.input", real(5, 6, 4), hidden, [*weights, *weights, *wide, *wide], *more)
 
 
 def _element_losses() -> Iterator[Sample]:
