@@ -20,7 +20,7 @@ from tests.ranks import launch
 
 PACKAGE = Path(epl.__file__).parent
 ALLOWED = {  # what warns, what passes on warnings of others, and what still counts frames by hand
-    *("lines.py", "capture/export.py", "runtime/engine.py"),
+    *("lines.py", "capture/export.py"),
 }
 
 

@@ -12,8 +12,8 @@ from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.crossings import crossings
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan, sharded_stages
-from epl.planner.split import SplitChoice, choose_split, wished_placements
-from epl.planner.split_problem import SplitGroup
+from epl.planner.split import Decided, SplitChoice, choose_split, wished_placements
+from epl.planner.split_items import SplitGroup
 from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
 from epl.sharding.options import WHOLE
@@ -95,7 +95,7 @@ def choose_splits(graph: Graph, cluster: Cluster, config: Config, *, is_opaque: 
         wishes = wished_placements(graph, tasks)
         _refuse_other_wishes(graph, pins, wishes)
         group = SplitGroup(stage.device_count, device, config.pipeline.num_micro_batch)
-        choices[stage.index] = choice = choose_split(graph, tasks, group, pins=pins, wishes=wishes, tied=tied)
+        choices[stage.index] = choice = choose_split(graph, tasks, group, Decided(pins, wishes, tied=tied))
         pins |= {name: place for name, place in choice.stored.items() if name in tied}
     return choices
 
@@ -115,19 +115,14 @@ def choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:
     """How a graph that the plan was not made with flows past the weights where they are."""
     place = plan.stages[stage]
     held = {entry.path: entry for entry in plan.parameters if stage in entry.stages}
-    return choose_split(
-        graph,
-        frozenset(place.taskgraphs),
-        SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches),
-        pins={
-            leaf.name: parse_placement(held[leaf.path].placement)
-            for leaf in (*graph.parameters, *graph.buffers)
-            if leaf.path in held
-        },
-        summed=frozenset(
-            leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"
-        ),
-    )
+    pins = {
+        leaf.name: parse_placement(held[leaf.path].placement)
+        for leaf in (*graph.parameters, *graph.buffers)
+        if leaf.path in held
+    }
+    summed = [leaf.name for leaf in graph.parameters if leaf.path in held and held[leaf.path].gradient == "P"]
+    group = SplitGroup(place.device_count, device_model(plan.device_kind), plan.num_micro_batches)
+    return choose_split(graph, frozenset(place.taskgraphs), group, Decided(pins, summed=frozenset(summed)))
 
 
 def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None:

@@ -7,19 +7,20 @@ as the plan has them: where a weight lives is decided once, how a batch flows pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from epl.errors import StrategyError
 from epl.ir.graph import Graph
-from epl.planner.split_problem import Edge, Problem, SplitGroup, split_problem
+from epl.planner.split_items import Edge, Problem, SplitGroup
+from epl.planner.split_problem import split_problem
 from epl.planner.split_solve import Solution, conversion_of, find, solve
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option
 from epl.sharding.placements import Partial, Placement, parse_placement
 
-__all__ = ["SplitChoice", "choose_split", "wished_placements"]
+__all__ = ["Decided", "SplitChoice", "choose_split", "wished_placements"]
 
 
 @dataclass(frozen=True)
@@ -89,37 +90,43 @@ class SplitChoice:
         return [conversion for conversion in found if conversion is not None]
 
 
-def choose_split(
-    graph: Graph,
-    tasks: frozenset[int],
-    group: SplitGroup,
-    *,
-    pins: Mapping[str, Placement] | None = None,
-    wishes: Mapping[str, Placement] | None = None,
-    summed: frozenset[str] | None = None,
-    tied: frozenset[str] = frozenset(),
-) -> SplitChoice:
+@dataclass(frozen=True)
+class Decided:
+    """What is decided about weights before the choice, by their names in the graph.
+
+    Args:
+        pins: Placements of parameters and buffers as a plan has them.
+        wishes: Placements that the user asks for (`wished_placements`).
+        summed: Weights whose gradients a plan sums once a step: what holds for one graph holds for all of a plan.
+        tied: Weights that other stages use too: if they are whole, their gradients are summed over all of them at once.
+    """
+
+    pins: Mapping[str, Placement] = field(default_factory=dict)
+    wishes: Mapping[str, Placement] = field(default_factory=dict)
+    summed: frozenset[str] | None = None
+    tied: frozenset[str] = frozenset()
+
+
+def choose_split(graph: Graph, tasks: frozenset[int], group: SplitGroup, decided: Decided | None = None) -> SplitChoice:
     """The best placements for some TaskGraphs on the same devices.
 
     Args:
         graph: A graph whose operators are in TaskGraphs.
         tasks: The TaskGraphs.
         group: The devices that share them.
-        pins: Placements of parameters and buffers as a plan has them, by name in the graph.
-        wishes: Placements that the user asks for (`wished_placements`).
-        summed: Weights whose gradients a plan sums once a step: what holds for one graph holds for all of a plan.
-        tied: Weights that other stages use too: if they are whole, their gradients are summed over all of them at once.
+        decided: What is decided about weights; None for nothing.
 
     Raises:
         StrategyError: a weight cannot be placed as the user asks.
         PlanError: the weights do not fit; says by how much.
     """
-    problem = split_problem(graph, tasks, group, pins, wishes)
+    decided = decided or Decided()
+    problem = split_problem(graph, tasks, group, decided.pins, decided.wishes)
     solution = find(problem)
     if solution is None:  # what is changed in place cannot be converted first: more may run whole
-        problem = split_problem(graph, tasks, group, pins, wishes, may_copy_work=True)
+        problem = split_problem(graph, tasks, group, decided.pins, decided.wishes, may_copy_work=True)
         solution = solve(problem)
-    return SplitChoice(replace(problem, summed=problem.summed | tied), solution, summed)
+    return SplitChoice(replace(problem, summed=problem.summed | decided.tied), solution, decided.summed)
 
 
 def wished_placements(graph: Graph, tasks: frozenset[int]) -> dict[str, Placement]:

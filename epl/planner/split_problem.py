@@ -10,123 +10,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from epl.cost.communication import transfer_s
-from epl.cost.devices import DeviceModel
 from epl.cost.operators import operator_s, work_of
 from epl.errors import StrategyError
 from epl.ir.graph import Buffer, Constant, Graph, Op, Parameter
 from epl.ir.types import ListType, TensorType
 from epl.planner.batch_cuts import batch_cuts
+from epl.planner.split_items import STATES, Edge, Item, Problem, SplitGroup, Use
 from epl.planner.values import shapes_of, slots_of, value_names
 from epl.sharding.options import WHOLE, Call, Option, whole_option
 from epl.sharding.patterns import Patterns, Slots
 from epl.sharding.placements import Placement, Shard, local_shape
 from epl.sharding.rules import options_of
 
-__all__ = [
-    "STATES",
-    "Edge",
-    "Item",
-    "Problem",
-    "SplitGroup",
-    "Use",
-    "split_problem",
-]
+__all__ = ["split_problem"]
 
 SMALL_SHARE = 0.01  # of all weights: a kind of weight below this may stay whole if that saves communication
-STATES = 4  # a trained weight, its gradient, and the two moments of Adam
-
-
-@dataclass(frozen=True)
-class SplitGroup:
-    """Those who share the work.
-
-    Args:
-        num_ranks: Ranks.
-        device: What each computes on.
-        num_micro_batches: In a step: what is done once a step is shared by them.
-    """
-
-    num_ranks: int
-    device: DeviceModel
-    num_micro_batches: int = 1
-
-
-@dataclass(frozen=True)
-class Item:
-    """Something that decides.
-
-    Args:
-        name: Of the operator or leaf; ``"-> name"`` for the outside world, which takes a value.
-        kind: ``op``, ``stored`` (a parameter, buffer or constant), ``given`` (comes from the batch or another stage) or
-            ``out`` (leaves).
-        label: Its module or path, with ``*`` for the number of a repeated block, and its operator.
-        group: Items of one group decide alike.
-        options: What it may do; for a leaf one result and no inputs.
-        times_s: Seconds of each option.
-        sizes_bytes: Memory that each option takes for as long as the training runs: weights and what belongs to them.
-    """
-
-    name: str
-    kind: str
-    label: tuple[str, ...]
-    group: Hashable
-    options: tuple[Option, ...]
-    times_s: tuple[float, ...]
-    sizes_bytes: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Use:
-    """A value as one item takes it: the argument at ``place`` of item ``item``."""
-
-    item: int
-    place: int
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A value and those who use it.
-
-    Args:
-        value: Its name.
-        maker: The item that makes it, as its result number ``result``.
-        uses: Who takes it.
-        size_bytes: Of the whole value.
-        needs_grad: True if a gradient comes back.
-        is_weight: True for a parameter: a gradient that every rank has a part of is summed once a step.
-        fixed: Uses that must take it as it is made, because it is changed in place later.
-    """
-
-    value: str
-    maker: int
-    result: int
-    uses: tuple[Use, ...]
-    size_bytes: int
-    needs_grad: bool
-    is_weight: bool
-    fixed: frozenset[Use]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Items, edges, and the group.
-
-    ``summed`` are weights of whose gradients each rank is to have a summand until the end of the step, if they are whole.
-    """
-
-    items: tuple[Item, ...]
-    edges: tuple[Edge, ...]
-    group: SplitGroup
-    summed: frozenset[str] = frozenset()
-
-    @property
-    def num_ranks(self) -> int:
-        return self.group.num_ranks
 
 
 class _Builder:
@@ -292,17 +194,14 @@ def _as_wished(build: _Builder, leaf: Parameter | Buffer | Constant, shards: lis
         return wish
     fitting = [shard for shard in shards if shard.dim == wish.dim]
     if not fitting:
-        shape, size = list(leaf.type.shape), leaf.type.sizes[wish.dim] if wish.dim < len(leaf.type.shape) else 0
+        shape = list(leaf.type.shape)
+        size = leaf.type.sizes[wish.dim] if wish.dim < len(shape) else 0
+        is_short = 0 < size < build.num_ranks
+        why = f"dimension {wish.dim} has {size}, fewer than the devices (of experts take more); " if is_short else ""
         possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
-        why = (
-            f"dimension {wish.dim} has {size}, fewer than the devices (experts: take at least {build.num_ranks} of them, "
-            "or split over fewer devices)"
-            if 0 < size < build.num_ranks
-            else f"possible are {possible}"
-        )
         raise StrategyError(
             f"{_path(leaf)} of shape {shape} cannot be placed as {wish} on {build.num_ranks} devices, as "
-            f"split(placements=...) or its module asks: {why}"
+            f"split(placements=...) or its module asks: {why}possible are {possible}"
         )
     return fitting[0]
 

@@ -26,7 +26,7 @@ from scipy.sparse import coo_array
 
 from epl.cost.communication import collective_s
 from epl.errors import PlanError
-from epl.planner.split_problem import STATES, Edge, Item, Problem, Use
+from epl.planner.split_items import STATES, Edge, Item, Problem, Use
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated

@@ -9,7 +9,7 @@ from epl.cost.communication import bytes_sent
 from epl.ir.graph import Graph
 from epl.planner.plan import SplitPlan, StagePlan
 from epl.planner.split import SplitChoice
-from epl.planner.split_problem import Edge, Item
+from epl.planner.split_items import Edge, Item
 from epl.planner.split_reference import megatron_bytes
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import Option

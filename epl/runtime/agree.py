@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from epl.batch import Flat, batch_size_of
 from epl.errors import RunError, bulleted
 from epl.planner.plan import Plan
 from epl.runtime.world import World
 
-__all__ = ["StepNumbers", "agree_on", "agree_on_step", "all_succeed", "content_of", "digest"]
+__all__ = ["StepNumbers", "agree_on", "agree_on_example", "agree_on_step", "all_succeed", "content_of", "digest"]
 
 _T = TypeVar("_T")
 _SAMPLE_BYTES = 1 << 16  # of each tensor of a batch; enough to tell batches apart, little enough to be free
@@ -93,6 +94,16 @@ class StepNumbers(NamedTuple):
     num_samples: int = 0
     graphs: int = 0  # of the micro-batches
     work: int = 0  # the operators that the rank's stage makes of them
+
+
+def agree_on_example(world: World, flat: Flat) -> Flat:
+    """The batch that a plan is made with, alike on all ranks: of unequal ones (what does not divide) the largest."""
+    shapes = digest(" ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in flat.tensors))
+    everyone = world.gather_numbers([batch_size_of(flat.tensors), shapes])
+    if len({number for _, number in everyone}) == 1:
+        return flat
+    chosen = max(range(len(everyone)), key=lambda rank: everyone[rank][0])
+    return world.gather(flat if chosen == world.rank else None)[chosen]
 
 
 def agree_on_step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,12 @@ from epl.cluster import Cluster
 from epl.config import Config
 from epl.errors import ConfigError, PlanError, RunError
 from epl.ir.graph import refs_in
+from epl.lines import warn
 from epl.loss import LossFunction
 from epl.planner.make import shares_devices
 from epl.planner.plan import Plan
 from epl.planner.table import plan_table
-from epl.runtime.agree import StepNumbers, agree_on, agree_on_step, all_succeed, digest
+from epl.runtime.agree import StepNumbers, agree_on, agree_on_example, agree_on_step, all_succeed, digest
 from epl.runtime.catalog import Catalog
 from epl.runtime.clip import clip_grad_norm
 from epl.runtime.data import guess_num_replicas
@@ -135,12 +135,12 @@ class Engine:
         agree_on(self._world, "the settings", settings_lines(self._config))
         agree_on_model(self._world, self._model)
         self._world.watch.now("the capture of the model")
-        example = self._example(all_succeed(self._world, lambda: flatten(batch)))
+        example = agree_on_example(self._world, all_succeed(self._world, lambda: flatten(batch)))
         plan = all_succeed(self._world, lambda: self._make_plan(example, kind))
         agree_on(self._world, "the plan", plan.to_json().splitlines())
         refuse_optimizers(self._optimizers, plan)
         if make_equal(self._world, self._model) and self._world.rank == 0:
-            warnings.warn("the ranks started with different weights; all continue with those of rank 0", stacklevel=4)
+            warn("the ranks started with different weights; all continue with those of rank 0")
         release(self._model, plan, self._world.rank)
         fit_optimizers(self._optimizers, self._model, plan, self._world.rank)
         self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
@@ -150,15 +150,6 @@ class Engine:
                 print(plan_table(plan), flush=True)
             write_plan(self._config.run.log_dir, plan, self._config)
         return plan
-
-    def _example(self, flat: Flat) -> Flat:
-        """The batch that the plan is made with, alike on all ranks: of unequal ones (what does not divide) the largest."""
-        shapes = digest(" ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in flat.tensors))
-        everyone = self._world.gather_numbers([batch_size_of(flat.tensors), shapes])
-        if len({number for _, number in everyone}) == 1:
-            return flat
-        chosen = max(range(len(everyone)), key=lambda rank: everyone[rank][0])
-        return self._world.gather(flat if chosen == self._world.rank else None)[chosen]
 
     def _make_plan(self, flat: Flat, kind: str) -> Plan:
         flat = flat._replace(tensors=tuple(tensor.to(self._world.device) for tensor in flat.tensors))

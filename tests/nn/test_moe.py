@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,19 +37,17 @@ def by_loop(layer: MoE, sample: Tensor) -> tuple[Tensor, int]:
     probabilities = torch.softmax(logits, -1)
     ranked = probabilities.argsort(-1, descending=True)
     output, used, dropped = torch.zeros_like(sample), [0] * layer.num_experts, 0
-    for choice in range(layer.top_k):
-        for place, token in enumerate(sample):
-            for prototype in range(layer.num_prototypes):
-                best = ranked[place, prototype]
-                weight = probabilities[place, prototype, best[choice]]
-                if layer.top_k > 1:
-                    weight = weight / probabilities[place, prototype, best[: layer.top_k]].sum()
-                expert = prototype * each + int(best[choice])
-                used[expert] += 1
-                if used[expert] <= room:
-                    output[place] = output[place] + weight * one_expert(layer, expert, token)
-                else:
-                    dropped += 1
+    for choice, place, prototype in product(range(layer.top_k), range(len(sample)), range(layer.num_prototypes)):
+        best = ranked[place, prototype]
+        weight = probabilities[place, prototype, best[choice]]
+        if layer.top_k > 1:
+            weight = weight / probabilities[place, prototype, best[: layer.top_k]].sum()
+        expert = prototype * each + int(best[choice])
+        used[expert] += 1
+        if used[expert] <= room:
+            output[place] = output[place] + weight * one_expert(layer, expert, sample[place])
+        else:
+            dropped += 1
     return output, dropped
 
 

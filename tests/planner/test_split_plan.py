@@ -25,8 +25,8 @@ from epl.ir.graph import Graph
 from epl.loss import loss_step
 from epl.planner.make import make_plan
 from epl.planner.plan import Plan
-from epl.planner.split import choose_split
-from epl.planner.split_problem import SplitGroup
+from epl.planner.split import Decided, choose_split
+from epl.planner.split_items import SplitGroup
 from epl.planner.table import plan_table
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.sharding.placements import Replicated, Shard, local_shape, parse_placement
@@ -267,7 +267,7 @@ def test_weights_stay_where_a_plan_has_them_for_another_graph() -> None:
     """What was decided once holds for each sequence length and for evaluation, even where it is not the best."""
     graph = tied_graph()
     pins = {"p_model_first_weight": Shard(1), "p_model_second_weight": Replicated()}
-    choice = choose_split(graph, frozenset({0}), SplitGroup(2, device_model(GPU)), pins=pins)
+    choice = choose_split(graph, frozenset({0}), SplitGroup(2, device_model(GPU)), Decided(pins))
     assert {name: choice.stored[name] for name in pins} == pins
 
 

@@ -26,7 +26,8 @@ from epl.errors import PlanError
 from epl.ir.graph import Graph
 from epl.loss import loss_step
 from epl.planner.split import SplitChoice
-from epl.planner.split_problem import Edge, Item, Problem, SplitGroup, split_problem
+from epl.planner.split_items import Edge, Item, Problem, SplitGroup
+from epl.planner.split_problem import split_problem
 from epl.planner.split_solve import conversion_of, conversion_s, solve
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.sharding.options import WHOLE, Option

@@ -27,7 +27,7 @@ from epl.loss import LossFunction, loss_step
 from epl.planner.make import make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice, choose_split
-from epl.planner.split_problem import Item, Problem, SplitGroup
+from epl.planner.split_items import Item, Problem, SplitGroup
 from epl.planner.split_solve import Solution, find
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.codegen import resolve
