@@ -113,3 +113,27 @@ def test_readme_example_gives_one_loss_whatever_the_number_of_ranks(tmp_path: Pa
     loss = float(alone.stdout.splitlines()[-1])
     assert loss < 2.0  # ten classes start at 2.3
     assert float(launch(tmp_path, 2, str(script)).splitlines()[-1]) == pytest.approx(loss, abs=TOLERANCE)
+
+
+LOSS = re.compile(r"step +(\d+) of \d+: loss (\S+?)(?:,|$)", re.MULTILINE)
+BESIDE = {
+    "large_classification.py": ("--num-classes", "1001", "--width", "8", "--steps", "6", "--num-samples", "64"),
+    "moe_pretrain.py": ("--steps", "8", "--layers", "1", "--hidden", "32"),
+    "tensor_parallel.py": ("--steps", "8", "--layers", "2", "--hidden", "32"),
+}
+MORE = {"moe_pretrain.py": (4, ("--expert-ranks", "2")), "tensor_parallel.py": (8, ())}
+
+
+@pytest.mark.parametrize("script", ["moe_pretrain.py", *slow("large_classification.py", "tensor_parallel.py")])
+def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path, script: str):
+    arguments = BESIDE[script]
+    alone = command(tmp_path, str(EXAMPLES / script), *arguments)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    expected = LOSS.findall(alone.stdout)
+    assert len(expected) >= 6
+    one_stage = ("--stages", "1") if script == "tensor_parallel.py" else ()
+    for num_ranks, more in ((2, one_stage), *([MORE[script]] if script in MORE else [])):
+        found = LOSS.findall(launch(tmp_path, num_ranks, script, *arguments, *more))
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+            assert float(ours) == pytest.approx(float(theirs), rel=2e-3), "float32, and batch statistics are summed up"
