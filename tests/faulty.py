@@ -1,8 +1,7 @@
 """A training job in which one rank goes wrong at one place: `epl launch --nproc 4 tests/faulty.py PLACE FAULT RANK`.
 
-Two stages by two replicas: stage 0 is ranks 0 and 2, stage 1 is ranks 1 and 3. With FAULTY_SPLIT=3 it is one stage instead,
-whose weights three ranks share out. The fault happens in the third step, or while the model is captured. The file ``fault``
-in the working directory says when.
+Two stages by two replicas: stage 0 is ranks 0 and 2, stage 1 is ranks 1 and 3; FAULTY_LAYOUT names another layout. The
+fault happens in the third step, or while the model is captured. The file ``fault`` in the working directory says when.
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ import torch.nn as nn
 import epl
 
 NUM_STEPS = int(os.environ.get("FAULTY_NUM_STEPS", "6"))
-SPLIT = int(os.environ.get("FAULTY_SPLIT", "0"))  # devices
+LAYOUT = os.environ.get("FAULTY_LAYOUT", "pipeline")
+LAYOUTS = {  # the strategies of both parts, and whether they are on the same devices
+    "pipeline": lambda: (epl.replicate(1), epl.replicate(1), False),
+    "split": lambda: (*(epl.split(3),) * 2, False),
+    "beside": lambda: (epl.replicate(3), epl.split(3), True),
+    "bridge": lambda: (epl.replicate(2), epl.replicate(1), False),
+}
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 STEP = 2  # in which the fault happens
 
@@ -91,14 +96,14 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Two stages, or one that is split."""
+    """Two parts, under the strategies of the layout."""
 
     def __init__(self) -> None:
         super().__init__()
-        whole = epl.split(SPLIT) if SPLIT else None
-        with whole or epl.replicate(1):
+        first, second, _ = LAYOUTS[LAYOUT]()
+        with first:
             self.first = Part()
-        with whole or epl.replicate(1):
+        with second:
             self.second = Part()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +124,8 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def main() -> None:
     torch.manual_seed(0)
-    epl.init(epl.Config({"pipeline.num_micro_batch": 2, "run.print_plan": False}))
+    colocate = {"cluster.colocate_split_and_replicate": LAYOUT == "beside"}
+    epl.init(epl.Config({"pipeline.num_micro_batch": 2, "run.print_plan": False, **colocate}))
     model = Net()
     engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), 0.1))
     num_workers = int(FAULT.place == "loader")

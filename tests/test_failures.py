@@ -35,15 +35,21 @@ class Failed(NamedTuple):
     code: int
     said: str  # by the launcher
     time_s: float  # from the fault to the end of the last process
+    err: str  # all that was written to stderr, what rank 0 said included
 
 
 @contextlib.contextmanager
 def job(
-    folder: Path, *fault: object, nproc: int = 4, options: Sequence[str] = (), num_steps: int = 6, split: int = 0
+    folder: Path,
+    *fault: object,
+    nproc: int = 4,
+    options: Sequence[str] = (),
+    num_steps: int = 6,
+    layout: str = "pipeline",
 ) -> Iterator[Job]:
     command = ("-m", "epl.cli", "launch", "--nproc", str(nproc), *options, FAULTY, *map(str, fault))
     environment = {"EPL_COMMUNICATION_TIMEOUT": str(TIMEOUT_S), "FAULTY_NUM_STEPS": str(num_steps)}
-    environment["FAULTY_SPLIT"] = str(split)
+    environment["FAULTY_LAYOUT"] = layout
     folder.mkdir(exist_ok=True)
     with started(folder, *command, environment=environment) as running:
         yield running
@@ -56,11 +62,11 @@ def after_fault(running: Job) -> Failed:
     running.wait_until_gone(LIMIT_S)
     lines = [line.removeprefix("[epl] ") for line in ended.err.splitlines() if line.startswith("[epl]")]
     said = "\n".join(re.sub(r"^ *\[rank\d\]: ", "", line) for line in lines)  # torch's prefix of a traceback
-    return Failed(ended.code, said, time.time() - begin_s)
+    return Failed(ended.code, said, time.time() - begin_s, re.sub(r"^ *\[rank\d\]: ", "", ended.err, flags=re.M))
 
 
-def fail(folder: Path, *fault: object, nproc: int = 4, split: int = 0) -> Failed:
-    with job(folder, *fault, nproc=nproc, split=split) as running:
+def fail(folder: Path, *fault: object, nproc: int = 4, layout: str = "pipeline") -> Failed:
+    with job(folder, *fault, nproc=nproc, layout=layout) as running:
         return after_fault(running)
 
 
@@ -156,7 +162,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, rank: int) -> None:
-    failed = fail(tmp_path, place, "kill", rank, nproc=3, split=3)
+    failed = fail(tmp_path, place, "kill", rank, nproc=3, layout="split")
     assert failed.code == 137, failed.said
     assert f"rank {rank} was killed by SIGKILL" in failed.said
     assert_soon(failed)
@@ -166,7 +172,7 @@ def test_a_killed_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, ran
 @pytest.mark.parametrize(("place", "rank"), [("forward", 1), ("backward", 0), ("between", 2)])
 def test_a_stopped_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, rank: int) -> None:
     """Its connections stay open, so the others learn of it by the limit of a wait."""
-    failed = fail(tmp_path, place, "stop", rank, nproc=3, split=3)
+    failed = fail(tmp_path, place, "stop", rank, nproc=3, layout="split")
     assert failed.code == 1
     assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said
     assert re.search(f"look at first:\n *- rank {rank} does not answer", failed.said), failed.said
@@ -175,9 +181,27 @@ def test_a_stopped_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, ra
 
 @slow
 def test_a_rank_of_a_split_stage_that_computes_for_ever_is_named(tmp_path: Path) -> None:
-    failed = fail(tmp_path, "backward", "loop", 1, nproc=3, split=3)
+    failed = fail(tmp_path, "backward", "loop", 1, nproc=3, layout="split")
     assert failed.code == 1
     assert re.search(r"look at first:\n *- rank 1 has been computing in 0B", failed.said), failed.said
+    assert_soon(failed, TIMEOUT_S + LIMIT_S)
+
+
+@slow
+@pytest.mark.parametrize(("layout", "rank"), [("beside", 1), ("bridge", 0), ("bridge", 2)])
+def test_a_killed_rank_between_strategies_is_named(tmp_path: Path, layout: str, rank: int) -> None:
+    failed = fail(tmp_path, "backward", "kill", rank, nproc=3, layout=layout)
+    assert failed.code == 137, failed.said
+    assert f"rank {rank} was killed by SIGKILL" in failed.said
+    assert_soon(failed)
+
+
+@slow
+@pytest.mark.parametrize(("layout", "rank"), [("beside", 2), ("bridge", 1)])
+def test_a_stopped_rank_between_strategies_is_named(tmp_path: Path, layout: str, rank: int) -> None:
+    failed = fail(tmp_path, "forward", "stop", rank, nproc=3, layout=layout)
+    assert failed.code == 1
+    assert re.search(f"look at first:\n *- rank {rank} does not answer", failed.err), failed.err
     assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 

@@ -183,6 +183,8 @@ def _ways_to_store(build: _Builder, patterns: Patterns, leaf: Parameter | Buffer
     shards = list(patterns.shards_of(leaf.name, leaf.type.sizes))
     if leaf.name in build.wishes:
         return [_as_wished(build, leaf, shards)]
+    if not shards and isinstance(leaf, Parameter) and build.is_large(leaf) and leaf.type.sizes[0] >= build.num_ranks:
+        shards = [Shard(0)]  # no operator can use a part of it, but it can be gathered where it is used
     is_written = leaf.name in build.graph.written  # in place, perhaps by an operator that has to see all of it
     must_cut = isinstance(leaf, Parameter) and build.is_large(leaf) and shards and not is_written
     return [*([] if must_cut else [WHOLE]), *shards]
