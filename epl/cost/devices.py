@@ -40,6 +40,11 @@ class DeviceModel:
     operator_s: float
     link: LinkModel
 
+    @property
+    def copy_s_per_byte(self) -> float:
+        """Time to cut a tensor or to join parts; on GPUs small strided copies reach a small part of the memory's rate."""
+        return min(2e-10, 12 / self.memory_bytes_per_s)  # the first: a CPU core [measured as below]
+
 
 # One core, and gloo over loopback. [measured: 2-core virtual machine, 2026-11]
 CPU = DeviceModel("cpu", 5e10, 8e9, 0, 5e-6, LinkModel(1.5e-4, 1.5e9))

@@ -35,7 +35,6 @@ __all__ = ["Solution", "conversion_of", "conversion_s", "find", "solve"]
 
 _TIME_LIMIT_S = 60.0
 _GAP = 1e-3  # a plan within a thousandth of the best is good enough
-_COPY_S_PER_BYTE = 2e-10  # cutting and joining within a rank costs little, but not nothing
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _move_s(problem: Problem, edge: Edge, move: Move) -> float:
         return 0.0
     time_s = collective_s(move.kind, edge.size_bytes, problem.num_ranks, problem.group.device.link)
     is_copied = move.kind != "all_reduce"
-    return time_s + edge.size_bytes * _COPY_S_PER_BYTE * is_copied
+    return time_s + edge.size_bytes * problem.group.device.copy_s_per_byte * is_copied
 
 
 @dataclass
