@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, SplitPlan, StagePlan
+from epl.sharding.placements import Shard, parse_placement
 
 __all__ = ["plan_table", "size_text"]
+
+_MOST_KEPT = 16  # lines about cut weights; plan.parameters has all
 
 
 def plan_table(plan: Plan) -> str:
@@ -62,20 +67,48 @@ def _receives(plan: Plan, stage: StagePlan) -> str:
 
 
 def _listed(edges: list[EdgePlan]) -> str:
-    shown = ", ".join(f"{edge.value} {edge.type}" for edge in edges[:2])
+    shown = ", ".join(f"{edge.value} {edge.type}{_bridge(edge)}" for edge in edges[:2])
     more = f" and {len(edges) - 2} more" if len(edges) > 2 else ""
     return f"{shown}{more} = {size_text(sum(edge.size_bytes for edge in edges))}"
 
 
+def _bridge(edge: EdgePlan) -> str:
+    """How the value lies at both ends, if it is not whole at both: the pieces that are needed travel."""
+    ends = (edge.placement_at_source, edge.placement_at_target)
+    return "" if ends == ("R", "R") else f" ({ends[0]} -> {ends[1]})"
+
+
 def _split(plan: Plan, split: SplitPlan) -> list[str]:
-    """How a split stage shares out its work, and what it sends beside a plan by hand."""
+    """How a stage shares out the work on one batch, what it keeps, and what it sends beside a plan by hand."""
     stage = plan.stages[split.stage]
+    sent = _together(split.sent_bytes, split.megatron_bytes)
+    if stage.kind == "replicate":
+        sent = size_text(split.sent_bytes)
     head = (
-        f"split of stage {stage.index} over {stage.device_count} devices: for each micro-batch a rank sends "
-        f"{_together(split.sent_bytes, split.megatron_bytes)}, estimated time "
-        f"{split.time_s * 1e3:.3g} ms"
+        f"{stage.kind} of stage {stage.index} over {stage.device_count} devices (mesh: {plan.num_replicas} x "
+        f"{stage.device_count}): for each micro-batch a rank sends {sent}, estimated time {split.time_s * 1e3:.3g} ms"
     )
-    return [head, *(f"  {line}" for line in (*split.choices, *split.communication))]
+    return [head, *(f"  {line}" for line in (*_kept(plan, stage), *split.choices, *split.communication))]
+
+
+def _kept(plan: Plan, stage: StagePlan) -> list[str]:
+    """The matrices that are cut, like ones together, and how much of the cut dimension each device keeps."""
+    kinds: dict[tuple[str, tuple[int, ...], str], int] = {}
+    for entry in plan.parameters:
+        if stage.index in entry.stages and entry.placement != "R" and len(entry.shape) > 1:
+            key = (re.sub(r"\b\d+\b", "*", entry.path), entry.shape, entry.placement)
+            kinds[key] = kinds.get(key, 0) + 1
+    lines = [f"{count} x {path} {_shares(shape, place, stage)}" for (path, shape, place), count in kinds.items()]
+    more = [f"and {len(lines) - _MOST_KEPT} more kinds of weights"] if len(lines) > _MOST_KEPT else []
+    return [f"cut: {line}" for line in (*lines[:_MOST_KEPT], *more)]
+
+
+def _shares(shape: tuple[int, ...], placement: str, stage: StagePlan) -> str:
+    shard = parse_placement(placement)
+    assert isinstance(shard, Shard)
+    sizes = [size * shard.repeats for size in shard.sizes(shape[shard.dim], stage.device_count)]
+    each = str(sizes[0]) if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+    return f"{list(shape)} {placement}: {each} of {shape[shard.dim]} on each device"
 
 
 def _together(sent_bytes: float, by_hand_bytes: float) -> str:

@@ -158,7 +158,7 @@ def test_a_plan_with_splits_survives_json() -> None:
 def test_the_table_names_the_split_and_its_bytes_beside_those_by_hand() -> None:
     table = plan_table(plan_named("llama", 4))
     assert "split(4)" in table
-    assert "split of stage 0 over 4 devices: for each micro-batch a rank sends " in table
+    assert "split of stage 0 over 4 devices (mesh: 1 x 4): for each micro-batch a rank sends " in table
     assert "(as Megatron cuts by hand: 240.0 MiB), estimated time " in table
     assert "2 x model.layers.*.mlp.gate_proj linear: R, S(0) -> S(2)" in table
     assert "each rank sends 24.0 MiB" in table
