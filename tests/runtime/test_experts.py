@@ -27,6 +27,7 @@ from tests.ranks import launch
 from tests.runtime.odd_nets import tokens_of
 from tests.runtime.problems import Outcome, Problem, Way, check, plain, seeded
 from tests.runtime.training import share_of
+from tests.zoo import CASES
 
 COLOCATE = {"cluster.colocate_split_and_replicate": True}
 VOCABULARY, HIDDEN = 11, 6
@@ -122,6 +123,34 @@ def test_experts_in_a_pipeline() -> None:
         Way(3, cut, devices=(1, 2), split=(1,), micro_batches=2),
         Way(2, [["embedding", "gate", "head"], ["moe"]], devices=2, split=(1,), config=COLOCATE),
     )
+
+
+# ------------------------------------------------------------------------------------- models that bring their own experts
+
+LAYER = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp.gate")
+REST = [
+    "model.embed_tokens",
+    *(f"model.layers.{layer}.{name}" for layer in range(2) for name in LAYER),
+    "model.norm",
+    "lm_head",
+]
+
+
+def mixtral_with_split_experts(count: int) -> nn.Module:
+    model = CASES["mixtral"].build(torch.float64)
+    experts = [module for path, module in model.named_modules() if path.endswith("mlp.experts")]
+    epl.split(count, placements={"*.experts.*": "S(0)"})(*experts)
+    return model
+
+
+@pytest.mark.parametrize("count", [2, *slow(4)])
+def test_experts_of_mixtral_are_cut_over_the_ranks(count: int) -> None:
+    """Unmodified: each rank keeps some experts, beside replicated attention, alone and in two replicas."""
+    case = CASES["mixtral"]
+    batches = [case.batch(4, seed=seed, dtype=torch.float64) for seed in range(2)]
+    given = Problem(partial(mixtral_with_split_experts, count), batches, case.loss_fn)
+    way = Way(count, [REST], devices=count, config=COLOCATE)
+    check(given, way, Way(2 * count, [REST], devices=count, micro_batches=2, config=COLOCATE))
 
 
 class Idle(Model):

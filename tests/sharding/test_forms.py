@@ -34,7 +34,8 @@ def _of_form(sample: Sample) -> list[Option]:
 @pytest.mark.parametrize("sample", SHORT, ids=str)
 def test_forms_keep_short_types_and_count_in_longer_ones(sample: Sample):
     """bfloat16 knows no odd number above 256, so a count or a sum of exponentials in it would be off by far more."""
-    expected = sample.operator(**sample.arguments(list(sample.tensors)))
+    longer = [tensor.float() if tensor.is_floating_point() else tensor for tensor in sample.tensors]
+    expected = sample.operator(**sample.arguments(longer))  # bfloat16's own result has an error of its own
     for option in _of_form(sample):
         parts = run_ranks(2, lambda ranks, option=option: call_on_shards(sample, option, ranks))
         assert {part.dtype for part in parts} == {torch.bfloat16}

@@ -21,8 +21,8 @@ FORMS: dict[str, Form] = {
     **random.FORMS,
 }
 
-_PLACED = """attention bernoulli cross_entropy_classes embedding_rows experts gather index_select nll_classes topk
-best.aten.max.dim best.aten.min.dim best.aten.argmax.default best.aten.argmin.default"""
+_PLACED = """attention bernoulli cross_entropy_classes embedding_rows experts gather index_rows index_select nll_classes
+topk best.aten.max.dim best.aten.min.dim best.aten.argmax.default best.aten.argmin.default"""
 
 PLACED = frozenset(_PLACED.split())
 """The forms that ask where in the whole a part begins, so that it must be of as many stretches as the option says.

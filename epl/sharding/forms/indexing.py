@@ -61,6 +61,20 @@ def index_select(ranks: Collectives, cut: Cut, *, self: torch.Tensor, index: tor
     return self.index_select(dim, (index - start).masked_fill(~own, 0)).masked_fill(~own.view(shape), 0)
 
 
+def index_rows(
+    ranks: Collectives, cut: Cut, *, self: torch.Tensor, indices: tuple[torch.Tensor | None, ...], **_: Any
+) -> torch.Tensor:
+    """What one index finds among this rank's rows, and zeros for what others have; it may count from the end."""
+    dim, start = first_of(ranks, cut)
+    whole = cut.input_shapes[0][dim]
+    place = indices[dim]
+    assert place is not None
+    place = torch.where(place < 0, place + whole, place)
+    own = (place >= start) & (place < start + self.shape[dim])
+    found = torch.ops.aten.index.Tensor(self, [None] * dim + [(place - start).masked_fill(~own, 0)])
+    return found.masked_fill(~own.view(*own.shape, *[1] * (self.dim() - dim - 1)), 0)
+
+
 def with_fewer_groups(target: str) -> Form:
     """A convolution of this rank's groups."""
 
@@ -92,6 +106,7 @@ FORMS: Names = {
     "sections": sections,
     "embedding_rows": embedding_rows,
     "gather": gather,
+    "index_rows": index_rows,
     "index_select": index_select,
     "experts": experts,
     **{f"groups.aten.{name}": with_fewer_groups(f"aten.{name}") for name in _CONVOLUTIONS.split()},

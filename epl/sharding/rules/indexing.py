@@ -193,7 +193,7 @@ def _indexed(call: Call) -> tuple[dict[int, int], int, int] | None:
 
 
 def index(call: Call) -> Iterator[Option]:
-    """Indices of some dimensions: the others are cut as they are, the indices among each other."""
+    """Indices of some dimensions: the others are cut as they are, the indices among each other, or rows with one index."""
     found = _indexed(call)
     if found is not None:
         kept, first, width = found
@@ -201,6 +201,9 @@ def index(call: Call) -> Iterator[Option]:
         for dim in range(width):
             used = [aligned(kind.sizes, dim, width) for kind in call.types("indices")]
             yield call.option({"indices": used}, Shard(first + dim))
+        places = [place for place, given in enumerate(call["indices"]) if given is not None]
+        if len(places) == 1 and _adds_up(call):
+            yield call.option({"self": Shard(places[0])}, PARTIAL, form="index_rows")
         yield from linear_in(call, "self")
 
 
