@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.marks import slow
+from tests.parity import assert_close
+from tests.ranks import launch
 from tests.runtime.odd_nets import FEATURES, Chain, Normed, TiedTagger, batch_of, draw, tokens_of
-from tests.runtime.problems import Problem, Way, check, seeded
+from tests.runtime.problems import Outcome, Problem, Way, check, seeded, train
 from tests.runtime.test_gradients import token_mean
 from tests.zoo import CASES
 
@@ -162,6 +164,37 @@ def test_a_large_classification(world: int) -> None:
     batches = [{"image": draw(world + 3, 2, 6, 6, seed=seed), "labels": label} for seed, label in enumerate(labels)]
     problem = Problem(partial(seeded, Classifier), batches)
     check(problem, Way(world, [["backbone"], ["head"]], devices=world, split=(1,), config=COLOCATE))
+
+
+class Dropping(Chain):
+    """Dropout in both halves."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = nn.functional.dropout(torch.tanh(self.b(torch.tanh(self.a(x)))), 0.4)
+        return nn.functional.mse_loss(self.d(nn.functional.dropout(torch.tanh(self.c(z)), 0.3)), y)
+
+
+def train_seeded(rank: int, problem: Problem, ways: list[Way]) -> list[Outcome]:
+    outcomes = []
+    for way in ways:
+        torch.manual_seed(7)
+        outcomes.append(train(rank, problem, way))
+    return outcomes
+
+
+def test_dropout_is_that_of_one_process() -> None:
+    """Whole on each rank, cut by the batch, and cut by features."""
+    problem = Problem(partial(seeded, Dropping), [batch_of(7, seed) for seed in range(3)])
+    ((expected,),) = launch(1, train_seeded, problem, [Way(1)])
+    ways = [
+        Way(3, HALVES, devices=(2, 1)),
+        Way(3, HALVES, devices=(1, 2)),
+        Way(3, HALVES, devices=3, split=(1,), config=COLOCATE),
+        Way(3, HALVES, devices=(1, 2), split=(1,)),
+    ]
+    for outcomes in launch(3, train_seeded, problem, ways):
+        for outcome in outcomes:
+            assert_close(outcome, expected, torch.float64)
 
 
 # ----------------------------------------------------------------------------------------------------- models of the zoo
