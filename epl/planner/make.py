@@ -173,7 +173,7 @@ def _stage(graph: Graph, index: int, tasks: tuple[int, ...], ranks: tuple[tuple[
 
 def _edges(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, SplitChoice]) -> tuple[EdgePlan, ...]:
     def placement(stage: int, value: str) -> str:
-        return str(splits[stage].crossing[value]) if stage in splits else "R"
+        return str(splits[stage].crossing(value)) if stage in splits else "R"
 
     return tuple(
         EdgePlan(

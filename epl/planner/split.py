@@ -52,9 +52,12 @@ class SplitChoice:
             if item.kind == "stored"
         }
 
+    def crossing(self, value: str) -> Placement:
+        """How a value comes from or goes to other stages; a plain number is whole."""
+        return self._crossing.get(value, WHOLE)
+
     @cached_property
-    def crossing(self) -> dict[str, Placement]:
-        """How each value comes from or goes to other stages, by name."""
+    def _crossing(self) -> dict[str, Placement]:
         chosen = list(zip(self.problem.items, self.solution.options, strict=True))
         coming = {item.name: option.outputs[0] for item, option in chosen if item.kind == "given"}
         leaving = {item.name.removeprefix("-> "): option.inputs[0] for item, option in chosen if item.kind == "out"}

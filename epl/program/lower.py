@@ -163,7 +163,7 @@ class _Traffic:
         return pieces_between(shape, self._side(source, value), self._side(target, value))
 
     def _side(self, stage: int, value: str) -> Side:
-        placement = self.choice(stage).crossing[value] if self.plan.is_sharded(stage) else WHOLE
+        placement = self.choice(stage).crossing(value) if self.plan.is_sharded(stage) else WHOLE
         return Side(self.plan.stages[stage].device_count, placement)
 
     def _transfer(

@@ -40,6 +40,8 @@ class GroupCollectives:
     def all_gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
         room = max(sizes)  # parts of unequal size travel in pieces of one size
+        if not room:
+            return [tensor.new_empty(tuple(shape)) for shape in shapes]
         mine = tensor.reshape(-1) if tensor.numel() == room else _padded(tensor, room)
         everyone = tensor.new_empty(room * self.size)
         with self._world.waiting("the parts of a value of a split stage", self._group.ranks):
