@@ -121,6 +121,9 @@ class Strategy:
     def __call__(self, target: Any, *more: nn.Module) -> Any:
         """Give modules that exist already, or one parameter, to this strategy; returns the first.
 
+        Modules inside that have been given to another strategy before keep it: what is written for a part goes before what
+        is written for the whole, in whichever order.
+
         Example:
             >>> head = nn.Linear(4, 2)
             >>> replicate(1, name="stage_1")(head) is head
@@ -134,7 +137,7 @@ class Strategy:
                 raise StrategyError(
                     f"{self} was called with a {type(module).__name__}; it takes modules or one parameter"
                 )
-            _tag_tree(module, self)
+            _give(module, self)
         return target
 
     def __str__(self) -> str:
@@ -294,6 +297,17 @@ def strategies_of(model: nn.Module, *, with_defaults: bool = True) -> list[Strat
     return list(
         dict.fromkeys(tag.strategy for tag in tags if tag is not None and (with_defaults or not tag.is_default))
     )
+
+
+def _give(module: nn.Module, strategy: Strategy) -> None:
+    """Tag a module and those inside it, but for parts that have been given to others than the module itself."""
+    before = tag_of(module)
+    object.__setattr__(module, _ATTRIBUTE, Tag(strategy))
+    for inner in module.children():
+        tag = tag_of(inner)
+        is_apart = tag is not None and not tag.is_default and (before is None or tag.strategy is not before.strategy)
+        if not is_apart:
+            _give(inner, strategy)
 
 
 def _tag_tree(module: nn.Module, strategy: Strategy) -> None:

@@ -360,3 +360,18 @@ def test_a_model_cannot_be_captured_inside_a_scope() -> None:
         pytest.raises(StrategyError, match=r"a model cannot be captured inside a scope; leave .*'outer'"),
     ):
         capture(nn.Linear(2, 1), loss_step(None), flatten(torch.ones(1, 2)))
+
+
+def test_what_is_given_to_a_part_stays_when_the_whole_is_given_to_another():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    inner, outer, later = epl.split(2, name="inner"), epl.replicate(2, name="outer"), epl.replicate(2, name="later")
+    inner(model[1])
+    outer(model)
+    strategies = [tag.strategy if (tag := tag_of(module)) else None for module in model.modules()]
+    assert strategies == [outer, outer, inner, inner, inner]
+    later(model)
+    strategies = [tag.strategy if (tag := tag_of(module)) else None for module in model.modules()]
+    assert strategies == [later, later, inner, inner, inner]
+    later(model[1])
+    strategies = [tag.strategy if (tag := tag_of(module)) else None for module in model.modules()]
+    assert strategies == [later] * 5

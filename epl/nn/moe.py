@@ -154,8 +154,8 @@ class MoE(nn.Module):
         """
         if x.dim() < 3:
             raise StrategyError(
-                f"MoE takes [batch, tokens, hidden], and was given {list(x.shape)}: it routes within each sample. For one "
-                "token a sample, give x.unsqueeze(0): then all samples are one group."
+                f"MoE takes [batch, tokens, hidden], and was given {list(x.shape)}: it routes within each sample, so do "
+                "not flatten the batch. With one token a sample give x.unsqueeze(1)."
             )
         tokens = x.flatten(1, -2)
         capacity = self.capacity(tokens.shape[1])
@@ -223,7 +223,9 @@ def _check(num_experts: int, top_k: int, capacity_factor: float, num_prototypes:
             f"num_experts={num_experts} has to be a multiple of num_prototypes={num_prototypes}, both at least 1"
         )
     elif not 1 <= top_k <= num_experts // num_prototypes:
-        faults.append(f"top_k={top_k} has to be 1 to {num_experts // num_prototypes}, the experts of a prototype")
+        faults.append(
+            f"top_k={top_k} has to be 1 to {num_experts // num_prototypes}, the experts that a token chooses from"
+        )
     if num_prototypes > 1 and top_k != 1:
         faults.append(f"with num_prototypes={num_prototypes} a prototype sends each token to one expert: top_k=1")
     if not capacity_factor > 0:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from epl.ir.graph import Graph, Op
+from epl.ir.graph import Graph
 from epl.ir.types import TensorType
 from epl.planner.values import tensor_results, value_names
 from epl.sharding.options import Call, Option
@@ -27,10 +27,15 @@ __all__ = ["batch_cuts"]
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where the batch is in a value: the dimension, and how many stretches of it stand one after another."""
+    """Where the batch is in a value: the dimension, its stretches one after another, and a sample's elements in each."""
 
     dim: int
-    repeats: Fraction = Fraction(1)
+    repeats: int = 1
+    unit: int = 1
+
+    def scale(self, shard: Shard) -> tuple[Fraction, Fraction]:
+        """How many of an option's stretches and units there are in those of the batch."""
+        return Fraction(self.repeats, shard.repeats), Fraction(self.unit, shard.unit)
 
 
 def batch_cuts(graph: Graph) -> dict[str, Option]:
@@ -64,7 +69,7 @@ class _Follower:
             option = made_cut.get(call.op.name) or self._best(call)
             if option is not None:
                 self.chosen[call.op.name] = option
-                self._note(call.op, option, self._ratio(call, option))
+                self._note(call, option)
 
     def _is_of_batch(self, kind: TensorType) -> bool:
         """As :func:`epl.batch.take` has it: the first dimension is that of the first tensor that has one."""
@@ -87,35 +92,35 @@ class _Follower:
     def _score(self, inputs: Sequence[str], option: Option) -> tuple[int, int, int, int] | None:
         """(taken as they come, less gathered, less cut on the way, results that stay cut); None if it cannot be."""
         taken = gathered = sliced = 0
-        ratios: set[Fraction] = set()
+        scales: set[tuple[Fraction, Fraction]] = set()
         for name, place in zip(inputs, option.inputs, strict=True):
             cut = self.cuts.get(name)
             if isinstance(place, Partial) or (isinstance(place, Shard) and name in self.fixed):
                 return None
             if isinstance(place, Shard) and cut is not None:
-                if place.dim != cut.dim:
+                scale = cut.scale(place)
+                if place.dim != cut.dim or any(part.denominator != 1 for part in scale):
                     return None
-                ratios.add(cut.repeats / place.repeats)
+                scales.add(scale)
                 taken += 1
             elif isinstance(place, Shard):
                 sliced += 1
             elif cut is not None:
                 gathered += 1
-        if not taken or len(ratios) > 1:
+        if not taken or len(scales) > 1:
             return None
         return taken, -gathered, -sliced, sum(isinstance(place, Shard) for place in option.outputs)
 
-    def _ratio(self, call: Call, option: Option) -> Fraction:
-        """How many of this operator's stretches there are in the graph's."""
-        for name, place in zip(self._inputs(call), option.inputs, strict=True):
-            if isinstance(place, Shard) and name in self.cuts:
-                return self.cuts[name].repeats / place.repeats
-        return Fraction(1)
-
-    def _note(self, op: Op, option: Option, ratio: Fraction) -> None:
-        for name, place in zip(tensor_results(op), option.outputs, strict=True):
+    def _note(self, call: Call, option: Option) -> None:
+        """Where the batch is in what an operator gives: its option says so, in units of the operator's own."""
+        taken = zip(self._inputs(call), option.inputs, strict=True)
+        scales = [
+            self.cuts[name].scale(place) for name, place in taken if isinstance(place, Shard) and name in self.cuts
+        ]
+        repeats, unit = scales[0] if scales else (Fraction(1), Fraction(1))
+        for name, place in zip(tensor_results(call.op), option.outputs, strict=True):
             if isinstance(place, Shard):
-                self.cuts[name] = _Cut(place.dim, place.repeats * ratio)
+                self.cuts[name] = _Cut(place.dim, int(place.repeats * repeats), int(place.unit * unit))
 
     # -- values that are made whole and written to in parts ------------------------------------------------------
 
@@ -137,7 +142,7 @@ class _Follower:
             for name, place in zip(self._inputs(call), option.inputs, strict=True):
                 is_written = roots.get(name, name) in self.graph.written
                 if isinstance(place, Shard) and is_written and name not in self.cuts and name not in self.fixed:
-                    asked[name] = _Cut(place.dim, Fraction(place.repeats))
+                    asked[name] = _Cut(place.dim)
         return found
 
     def _making(self, call: Call, asked: Mapping[str, _Cut]) -> Option | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
 from epl.cost.devices import device_model
-from epl.errors import StrategyError
+from epl.errors import ClusterError, StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.crossings import crossings
@@ -152,13 +152,26 @@ def _stages(graph: Graph, cluster: Cluster, config: Config) -> tuple[StagePlan, 
     if cluster.world_size == 1:
         return (_stage(graph, 0, tasks, ((0,),)),)
     colocate = shares_devices(cluster, config)
-    devices = cluster.virtual_devices(
-        [spec.device_count for spec in graph.tasks],
-        prefer_intra_node=config.cluster.device_place_prefer_intra_node,
-        colocate=colocate,
-    )
+    try:
+        devices = cluster.virtual_devices(
+            [spec.device_count for spec in graph.tasks],
+            prefer_intra_node=config.cluster.device_place_prefer_intra_node,
+            colocate=colocate,
+        )
+    except ClusterError as error:
+        raise ClusterError(f"{error}{_cure(graph, colocate=colocate)}") from error
     groups = [tasks] if colocate else [(task,) for task in tasks]
     return tuple(_stage(graph, index, group, _ranks(devices[group[0]])) for index, group in enumerate(groups))
+
+
+def _cure(graph: Graph, *, colocate: bool) -> str:
+    """What else may be meant where the devices do not come out even."""
+    if colocate:
+        named = ", ".join(f"{spec.kind}({spec.device_count}) {spec.name!r}" for spec in graph.tasks)
+        return f" (cluster.colocate_split_and_replicate, with {named})"
+    if len({spec.kind for spec in graph.tasks}) > 1:
+        return "; if split and replicate are to share the same devices, set cluster.colocate_split_and_replicate"
+    return ""
 
 
 def _ranks(device: VirtualDevice) -> tuple[tuple[int, ...], ...]:
@@ -168,7 +181,8 @@ def _ranks(device: VirtualDevice) -> tuple[tuple[int, ...], ...]:
 def _stage(graph: Graph, index: int, tasks: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]) -> StagePlan:
     specs = [graph.tasks[task] for task in tasks]
     kind = "split" if any(spec.kind == "split" for spec in specs) else "replicate"
-    return StagePlan(index, "+".join(spec.name for spec in specs), kind, tasks, ranks)
+    names = dict.fromkeys(spec.name for spec in specs)
+    return StagePlan(index, "+".join(names), kind, tasks, ranks)
 
 
 def _edges(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, SplitChoice]) -> tuple[EdgePlan, ...]:

@@ -112,7 +112,8 @@ class SplitPlan:
         stage: The stage.
         time_s: Estimate of computing and communication for a micro-batch, forward and backward.
         sent_bytes: Bytes that each rank sends for a micro-batch.
-        megatron_bytes: The same for a plan by hand as Megatron makes them (:mod:`epl.planner.split_reference`).
+        megatron_bytes: The same for a plan by hand as Megatron makes them (:mod:`epl.planner.split_reference`); 0 beside
+            ``replicate``.
         choices: How operators run, a line for each kind.
         communication: What travels, a line for each kind.
     """

@@ -199,7 +199,9 @@ def _as_wished(build: _Builder, leaf: Parameter | Buffer | Constant, shards: lis
         shape = list(leaf.type.shape)
         size = leaf.type.sizes[wish.dim] if wish.dim < len(shape) else 0
         is_short = 0 < size < build.num_ranks
-        why = f"dimension {wish.dim} has {size}, fewer than the devices (of experts take more); " if is_short else ""
+        count = build.num_ranks
+        cure = f"take at least {count} (of experts: num_experts), or at most {size} devices"
+        why = f"{size} along dimension {wish.dim} are not one for each device: {cure}; " if is_short else ""
         possible = ", ".join(["R", *dict.fromkeys(f"S({shard.dim})" for shard in shards)])
         raise StrategyError(
             f"{_path(leaf)} of shape {shape} cannot be placed as {wish} on {build.num_ranks} devices, as "

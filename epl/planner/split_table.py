@@ -13,6 +13,7 @@ from epl.planner.split_items import Edge, Item
 from epl.planner.split_reference import megatron_bytes
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import Option
+from epl.sharding.placements import Shard
 from epl.sharding.rules import is_discovered
 
 __all__ = ["describe_split", "mib"]
@@ -20,7 +21,10 @@ __all__ = ["describe_split", "mib"]
 
 def describe_split(graph: Graph, stage: StagePlan, choice: SplitChoice) -> SplitPlan:
     """The summary of a choice for the plan."""
-    megatron = megatron_bytes(graph, frozenset(stage.taskgraphs), choice.problem.num_ranks)
+    is_searched = all(
+        graph.tasks[task].kind == "split" for task in stage.taskgraphs
+    )  # beside replicate it says nothing
+    megatron = megatron_bytes(graph, frozenset(stage.taskgraphs), choice.problem.num_ranks) if is_searched else 0.0
     sent = sum(
         _sent(choice, edge, conversion)
         for edge in choice.problem.edges
@@ -32,7 +36,7 @@ def describe_split(graph: Graph, stage: StagePlan, choice: SplitChoice) -> Split
         choice.solution.time_s,
         sent,
         megatron,
-        (*_choices(choice), *_without_rules(graph, choice)),
+        (*_choices(choice), *_without_rules(graph, choice), *_gathering(graph, choice)),
         _communication(choice),
     )
 
@@ -70,6 +74,19 @@ def _without_rules(graph: Graph, choice: SplitChoice) -> tuple[str, ...]:
         *([f"cuts found by trial, as no rule knows them: {', '.join(tried)}"] if tried else []),
         *([f"whole on every rank, as no rule knows them and none was found: {', '.join(whole)}"] if whole else []),
     )
+
+
+def _gathering(graph: Graph, choice: SplitChoice) -> tuple[str, ...]:
+    """Operators of ``replicate`` that cannot work on a part of the batch alone, and run whole on gathered values."""
+    found: dict[str, None] = {}
+    items, options = choice.problem.items, choice.solution.options
+    for edge in choice.problem.edges:
+        for use in edge.uses if isinstance(options[edge.maker].outputs[edge.result], Shard) else ():
+            op = graph.op_by_name.get(items[use.item].name)
+            is_copied = op is not None and graph.tasks[op.task or 0].kind == "replicate"
+            if is_copied and options[use.item].is_whole and items[edge.maker].kind != "stored":
+                found[_where(items[use.item])] = None
+    return (f"under replicate, but whole on every rank, on gathered values: {', '.join(found)}",) if found else ()
 
 
 def _where(item: Item) -> str:

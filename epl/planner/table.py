@@ -81,9 +81,8 @@ def _bridge(edge: EdgePlan) -> str:
 def _split(plan: Plan, split: SplitPlan) -> list[str]:
     """How a stage shares out the work on one batch, what it keeps, and what it sends beside a plan by hand."""
     stage = plan.stages[split.stage]
-    sent = _together(split.sent_bytes, split.megatron_bytes)
-    if stage.kind == "replicate":
-        sent = size_text(split.sent_bytes)
+    is_compared = split.megatron_bytes > 0
+    sent = _together(split.sent_bytes, split.megatron_bytes) if is_compared else size_text(split.sent_bytes)
     head = (
         f"{stage.kind} of stage {stage.index} over {stage.device_count} devices (mesh: {plan.num_replicas} x "
         f"{stage.device_count}): for each micro-batch a rank sends {sent}, estimated time {split.time_s * 1e3:.3g} ms"
@@ -113,7 +112,7 @@ def _shares(shape: tuple[int, ...], placement: str, stage: StagePlan) -> str:
 
 def _together(sent_bytes: float, by_hand_bytes: float) -> str:
     """Both in one unit, so that they can be compared."""
-    unit, name = (2**20, "MiB") if max(sent_bytes, by_hand_bytes) >= 2**20 else (2**10, "KiB")
+    unit, name = (2**20, "MiB") if min(sent_bytes, by_hand_bytes) >= 2**18 else (2**10, "KiB")
     return f"{sent_bytes / unit:,.1f} {name} (as Megatron cuts by hand: {by_hand_bytes / unit:,.1f} {name})"
 
 

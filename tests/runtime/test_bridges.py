@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.marks import slow
 from tests.parity import assert_close
-from tests.ranks import launch
+from tests.ranks import launch, run_on
 from tests.runtime.odd_nets import FEATURES, Chain, Normed, TiedTagger, batch_of, draw, tokens_of
-from tests.runtime.problems import Outcome, Problem, Way, check, seeded, train
+from tests.runtime.problems import Outcome, Problem, Way, check, seeded, start, train
 from tests.runtime.test_gradients import token_mean
 from tests.zoo import CASES
 
@@ -133,7 +133,22 @@ class Contrast(nn.Module):
         return loss + self.c(x).square().mean()
 
 
-@pytest.mark.parametrize(("net", "cut"), [(Written, [["a"], ["b"]]), (Contrast, [["a", "b"], ["c"]])])
+class Attentive(nn.Module):
+    """torch's attention turns [batch, tokens] into [tokens, batch] and [tokens * batch] on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.b = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.stack([x, x * 2, x - y, y], 1)
+        return self.b(self.a(z, z, z, need_weights=False)[0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("net", "cut"), [(Written, [["a"], ["b"]]), (Contrast, [["a", "b"], ["c"]]), (Attentive, [["a"], ["b"]])]
+)
 def test_replicas_that_write_in_place_or_compare_samples(net: type[nn.Module], cut: list[list[str]]) -> None:
     problem = Problem(partial(seeded, net), [batch_of(7, seed) for seed in range(3)])
     check(
@@ -142,6 +157,16 @@ def test_replicas_that_write_in_place_or_compare_samples(net: type[nn.Module], c
         Way(3, cut, devices=(2, 1)),
         Way(3, cut, devices=(1, 2)),
     )
+
+
+@run_on(2)
+def test_what_works_on_the_batch_alone_is_never_gathered(rank: int) -> None:
+    problem = Problem(partial(seeded, Attentive), [batch_of(6)])
+    plan = start(problem, Way(2, [["a"], ["b"]], devices=2, split=(1,), config=COLOCATE)).plan
+    assert not [line for line in plan.splits[0].choices if "whole on every rank" in line]
+    mixed = Problem(partial(seeded, Contrast), [batch_of(6)])
+    plan = start(mixed, Way(2, [["a", "b"], ["c"]], devices=2, split=(1,), config=COLOCATE)).plan
+    assert not [line for line in plan.splits[0].choices if "whole on every rank" in line], "a product has a cut result"
 
 
 class Classifier(nn.Module):
