@@ -92,6 +92,7 @@ def test_curves_that_part_are_told(tmp_path: Path):
     assert "5.0e-01, in the training loss of step 2" in run.stdout
 
 
+@pytest.mark.slow
 def test_digits_have_one_accuracy_whatever_the_number_of_ranks(tmp_path: Path):
     alone = command(tmp_path, str(EXAMPLES / "digits.py"), "--epochs", "1")
     assert alone.returncode == 0, alone.stdout + alone.stderr
@@ -124,7 +125,7 @@ BESIDE = {
 MORE = {"moe_pretrain.py": (4, ("--expert-ranks", "2")), "tensor_parallel.py": (8, ())}
 
 
-@pytest.mark.parametrize("script", ["moe_pretrain.py", *slow("large_classification.py", "tensor_parallel.py")])
+@pytest.mark.parametrize("script", slow("moe_pretrain.py", "large_classification.py", "tensor_parallel.py"))
 def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path, script: str):
     arguments = BESIDE[script]
     alone = command(tmp_path, str(EXAMPLES / script), *arguments)

@@ -62,7 +62,8 @@ def after_fault(running: Job) -> Failed:
     running.wait_until_gone(LIMIT_S)
     lines = [line.removeprefix("[epl] ") for line in ended.err.splitlines() if line.startswith("[epl]")]
     said = "\n".join(re.sub(r"^ *\[rank\d\]: ", "", line) for line in lines)  # torch's prefix of a traceback
-    return Failed(ended.code, said, time.time() - begin_s, re.sub(r"^ *\[rank\d\]: ", "", ended.err, flags=re.M))
+    err = re.sub(r"^(\[epl\])? *(\[rank\d\]: )?", "", ended.err, flags=re.MULTILINE)
+    return Failed(ended.code, said, time.time() - begin_s, err)
 
 
 def fail(folder: Path, *fault: object, nproc: int = 4, layout: str = "pipeline") -> Failed:
@@ -115,8 +116,8 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_instruction(tmp_path: P
         (in_capture, "rank 0 has been computing in the ca"),
     ):
         assert failed.code == 1
-        assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said
-        assert re.search(f"look at first:\n *- {culprit}", failed.said), failed.said
+        assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.err
+        assert re.search(f"look at first:\n *- {culprit}", failed.err), failed.err
         assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 
@@ -124,7 +125,9 @@ def test_a_rank_that_computes_for_ever_is_named_with_its_instruction(tmp_path: P
 def test_a_stopped_rank_is_named_as_the_one_that_does_not_answer(tmp_path: Path) -> None:
     failed = fail(tmp_path, "backward", "stop", 3)
     assert failed.code == 1
-    assert re.search(r"look at first:\n *- rank 3 does not answer: its process has ended, is stopped", failed.said)
+    assert re.search(r"look at first:\n *- rank 3 does not answer: its process has ended, is stopped", failed.err), (
+        failed.err
+    )
     assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 
@@ -174,8 +177,8 @@ def test_a_stopped_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, ra
     """Its connections stay open, so the others learn of it by the limit of a wait."""
     failed = fail(tmp_path, place, "stop", rank, nproc=3, layout="split")
     assert failed.code == 1
-    assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.said
-    assert re.search(f"look at first:\n *- rank {rank} does not answer", failed.said), failed.said
+    assert f"{TIMEOUT_S:g} s (communication.timeout) have passed" in failed.err
+    assert re.search(f"look at first:\n *- rank {rank} does not answer", failed.err), failed.err
     assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 
@@ -183,7 +186,7 @@ def test_a_stopped_rank_of_a_split_stage_is_named(tmp_path: Path, place: str, ra
 def test_a_rank_of_a_split_stage_that_computes_for_ever_is_named(tmp_path: Path) -> None:
     failed = fail(tmp_path, "backward", "loop", 1, nproc=3, layout="split")
     assert failed.code == 1
-    assert re.search(r"look at first:\n *- rank 1 has been computing in 0B", failed.said), failed.said
+    assert re.search(r"look at first:\n *- rank 1 has been computing in 0B", failed.err), failed.err
     assert_soon(failed, TIMEOUT_S + LIMIT_S)
 
 

@@ -87,6 +87,7 @@ def test_a_step_of_slurm_trains_without_any_other_variable(tmp_path: Path) -> No
     assert losses(ended[0].out) == losses(ended[1].out)
 
 
+@pytest.mark.slow
 def test_without_a_launcher_the_others_learn_of_an_error_all_the_same(tmp_path: Path) -> None:
     """Rank 0 holds the store: if it left at once, its last word would leave with it."""
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,8 @@ a micro-batch that weighs wrong, a value that a late stage got from the wrong mi
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,27 +16,29 @@ from tests.runtime.training import Job, check_parity
 from tests.zoo import CASES
 
 NAMES = [name for name in CASES if name != "bart"]  # bart branches on data: test_branches
-QUICK = [name for name in NAMES if name not in ("llama", "t5", "vit")]
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", "resnet", "none_int", *slow(*sorted({*NAMES} - {"bert", "resnet", "none_int"}))]
-)
+def quick(*names: str) -> list[Any]:
+    """These models, and all others for ``make test-all``."""
+    return [*names, *slow(*(name for name in NAMES if name not in names))]
+
+
+@pytest.mark.parametrize("name", quick("bert", "resnet"))
 def test_one_process_with_accumulation_equals_plain_training(name: str) -> None:
     check_parity(Job(name, world=1, micro_batches=4, size=7))
 
 
-@pytest.mark.parametrize("name", [*QUICK, *slow("llama", "t5", "vit")])
+@pytest.mark.parametrize("name", quick("mlp", "bert", "resnet", "mixtral"))
 def test_data_parallel_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2))
 
 
-@pytest.mark.parametrize("name", [*QUICK, *slow("llama", "t5", "vit")])
+@pytest.mark.parametrize("name", quick("bert", "gpt2", "unet", "tied", "none_int"))
 def test_pipeline_of_two_stages_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=2, num_stages=2, micro_batches=4))
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet", *slow("t5", "unet", "gpt2", "llama", "vit", "tied")])
+@pytest.mark.parametrize("name", ["resnet", *slow("bert", "t5", "unet", "gpt2", "llama", "vit", "tied")])
 def test_pipeline_of_four_stages_with_uneven_micro_batches_equals_one_process(name: str) -> None:
     check_parity(Job(name, world=4, num_stages=4, micro_batches=4, size=7))
 
