@@ -43,8 +43,9 @@ _CALLS: tuple[tuple[Any, str, str], ...] = (
     ),
 )
 # transformers' gradient checkpointing puts it on embeddings, so that gradients reach into reentrant checkpoints behind
-# frozen ones; a captured graph has none of those
-_HARMLESS_HOOK = "enable_input_require_grads.<locals>.make_inputs_require_grads"
+# frozen ones; a captured graph has none of those. The second kind it leaves on models that give router logits or hidden
+# states, at their first call: what such a hook puts aside is used within the same forward pass, and so it is in the graph
+_HARMLESS_HOOKS = ("enable_input_require_grads.<locals>.make_inputs_require_grads", ".<locals>.output_capturing_hook")
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -54,7 +55,7 @@ def refuse_hooks(model: nn.Module) -> None:
         for path, module in model.named_modules()
         for kind in _MODULE_HOOKS
         for hook in getattr(module, kind, {}).values()
-        if not getattr(hook, "__qualname__", "").endswith(_HARMLESS_HOOK)
+        if not getattr(hook, "__qualname__", "").endswith(_HARMLESS_HOOKS)
     ]
     if on_modules:
         raise CaptureError(bulleted("hooks would run at capture only, not at each step; remove them:", on_modules))

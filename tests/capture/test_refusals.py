@@ -20,6 +20,7 @@ from epl.errors import CaptureError
 from epl.loss import loss_step
 from tests.program.local_run import check_parity
 from tests.program.staged import batch_of, staged
+from tests.zoo import CASES
 
 X = batch_of()
 LINE = rf"{__file__}:\d+"
@@ -273,3 +274,14 @@ def test_a_buffer_or_parameter_that_changes_its_form_is_refused() -> None:
         captured(model)
     assert "late" not in dict(model.named_parameters())
     assert model.state.shape == (2,)
+
+
+def test_hooks_that_transformers_leaves_after_a_first_call_are_part_of_the_graph():
+    model: Any = CASES["mixtral"].build(torch.float64)
+    model.config.output_router_logits = True
+    batch = CASES["mixtral"].batch(2, dtype=torch.float64)
+    without = model(**batch).loss  # leaves the hooks; the balancing loss is computed from what they put aside
+    assert any(module._forward_hooks for module in model.modules())
+    check_parity(model, batch)
+    model.config.output_router_logits = False
+    assert not torch.equal(model(**batch).loss, without)
