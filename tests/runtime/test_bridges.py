@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,21 @@ def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
 
 
+def built(name: str) -> nn.Module:
+    return CASES[name].build(torch.float64)
+
+
+def loss_of(name: str, model: Any, batch: Any) -> Any:
+    loss_fn = CASES[name].loss_fn
+    assert loss_fn is not None
+    return loss_fn(model, batch)
+
+
 def zoo(name: str, size: int = 4) -> Problem:
-    case = CASES[name]
-    batches = [case.batch(size, seed=seed, dtype=torch.float64) for seed in range(3)]
-    return Problem(partial(case.build, torch.float64), batches, case.loss_fn, adamw)
+    """By name, for the ranks have to find it again."""
+    batches = [CASES[name].batch(size, seed=seed, dtype=torch.float64) for seed in range(3)]
+    loss_fn = partial(loss_of, name) if CASES[name].loss_fn else None
+    return Problem(partial(built, name), batches, loss_fn, adamw)
 
 
 # ------------------------------------------------------------------------------------------------- on different devices
