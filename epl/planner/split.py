@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from epl.errors import StrategyError
+from epl.errors import PlanError, StrategyError
 from epl.ir.graph import Graph
 from epl.planner.split_items import Edge, Problem, SplitGroup
 from epl.planner.split_problem import split_problem
-from epl.planner.split_solve import Solution, conversion_of, find, solve
+from epl.planner.split_solve import Solution, conversion_of, find, why_not
 from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option
 from epl.sharding.placements import Partial, Placement, parse_placement
@@ -126,9 +126,12 @@ def choose_split(graph: Graph, tasks: frozenset[int], group: SplitGroup, decided
     decided = decided or Decided()
     problem = split_problem(graph, tasks, group, decided.pins, decided.wishes)
     solution = find(problem)
-    if solution is None:  # what is changed in place cannot be converted first: more may run whole
+    if solution is None and any(graph.tasks[task].kind == "replicate" for task in tasks):
+        # what is changed in place cannot be converted first: what touches it may run whole
         problem = split_problem(graph, tasks, group, decided.pins, decided.wishes, may_copy_work=True)
-        solution = solve(problem)
+        solution = find(problem)
+    if solution is None:
+        raise PlanError(why_not(problem))
     return SplitChoice(replace(problem, summed=problem.summed | decided.tied), solution, decided.summed)
 
 

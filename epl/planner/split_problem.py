@@ -83,6 +83,11 @@ class _Builder:
         self._counts[op.module] += 1
         return self._counts[op.module]
 
+    def touches_written(self, slots: Slots) -> bool:
+        """True for a call that takes or makes a value whose storage is changed in place."""
+        names = (*slots.inputs, *slots.outputs)
+        return any(self.root_of.get(name, name) in self.graph.written for name in names)
+
     def size_bytes(self, value: str) -> int:
         maker, _, number = value.partition(".")
         kind = self.graph.type_of(maker)
@@ -110,7 +115,8 @@ def split_problem(
         group: The ranks.
         pins: Placements of parameters and buffers as a plan has them, by their names in the graph.
         wishes: Placements that the user asks for; a cut is one along this dimension, wherever it goes.
-        may_copy_work: True to let operators of ``replicate`` TaskGraphs run whole on every rank, too.
+        may_copy_work: True to let operators of ``replicate`` TaskGraphs run whole on every rank, if they touch what is
+            changed in place.
 
     Raises:
         StrategyError: a weight cannot be placed as the user asks.
@@ -121,11 +127,12 @@ def split_problem(
     by_batch = batch_cuts(graph) if build.copied else {}
     ways = [_ways_to_run(build, call, by_batch) for call in calls]
     patterns = Patterns(group.num_ranks, build.pins, build.shapes)
+    # what is decided goes first, so that no choice of others takes units away from it
     patterns.tie(sorted(zip(slots, ways, strict=True), key=lambda way: len(way[1]) > 2))
     _add_leaves(build, patterns)
     for call, slot, options in zip(calls, slots, ways, strict=True):
         real = [found for found in (patterns.concrete(slot, option) for option in options) if found is not None]
-        is_decided = call.op.task in build.copied and not may_copy_work
+        is_decided = call.op.task in build.copied and not (may_copy_work and build.touches_written(slot))
         _add_op(build, call, slot, real[-1:] if is_decided else real)
     _add_outside(build, patterns)
     return Problem(tuple(build.items), tuple(_edges(build)), group, _summed(build))

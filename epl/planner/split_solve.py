@@ -31,7 +31,7 @@ from epl.sharding.conversions import Conversion, Move
 from epl.sharding.options import WHOLE, Option, gradient_expected, gradient_handed_back
 from epl.sharding.placements import Partial, Placement, Replicated
 
-__all__ = ["Solution", "conversion_of", "conversion_s", "find", "solve"]
+__all__ = ["Solution", "conversion_of", "conversion_s", "find", "solve", "why_not"]
 
 _TIME_LIMIT_S = 60.0
 _GAP = 1e-3  # a plan within a thousandth of the best is good enough
@@ -214,7 +214,7 @@ def solve(problem: Problem) -> Solution:
     """
     solution = find(problem)
     if solution is None:
-        raise PlanError(_does_not_fit(problem))
+        raise PlanError(why_not(problem))
     return solution
 
 
@@ -242,7 +242,7 @@ def _edge_s(problem: Problem, edge: Edge, options: list[Option]) -> float:
     return sum(conversion_s(problem, edge, c) for c in conversions if c is not None)
 
 
-def _does_not_fit(problem: Problem) -> str:
+def why_not(problem: Problem) -> str:
     """How much is missing, by category; weights, gradients and the states of Adam are alike in size."""
     least = sum(min(item.sizes_bytes) for item in problem.items)
     there = problem.group.device.memory_bytes

@@ -60,6 +60,27 @@ def test_replicas_of_different_numbers_in_one_pipeline() -> None:
     )
 
 
+@pytest.mark.slow
+def test_two_devices_before_four() -> None:
+    check(
+        chain(9),
+        Way(6, HALVES, devices=(2, 4), micro_batches=2),
+        Way(6, HALVES, devices=(2, 4), split=(0, 1)),
+        Way(6, HALVES, devices=(4, 2), split=(1,), micro_batches=2),
+    )
+
+
+def test_batches_of_other_sizes_than_the_plan_was_made_with() -> None:
+    """Each size is another graph, for which both ends of a bridge are chosen anew."""
+    problem = Problem(partial(seeded, Chain), [batch_of(size, size) for size in (6, 5, 1, 7)])
+    check(
+        problem,
+        Way(3, HALVES, devices=(2, 1), micro_batches=2),
+        Way(3, HALVES, devices=(1, 2), split=(1,)),
+        Way(3, [["a"], ["b", "c"], ["d"]], devices=3, split=(1,), config=COLOCATE),
+    )
+
+
 def test_values_that_skip_stages_of_different_numbers() -> None:
     check(chain(skip=True), Way(5, [["a"], ["b", "c"], ["d"]], devices=(2, 1, 2), micro_batches=2))
 
@@ -130,6 +151,31 @@ class Written(nn.Module):
         return nn.functional.mse_loss(self.b(z[:, :FEATURES] + z[:, FEATURES:]), y)
 
 
+class Based(nn.Module):
+    """What is changed in place comes from a weight, which is whole, so the part that is added has to be gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.ones(7, FEATURES))
+        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.base.clone()
+        z.add_(torch.tanh(self.a(x)))
+        return nn.functional.mse_loss(self.b(z), y)
+
+
+class Renormed(nn.Module):
+    """An embedding that shortens in place the rows that it is asked for: all ranks have to shorten the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(5, FEATURES, max_norm=1.0), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.b(self.a((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())), y)
+
+
 class Contrast(nn.Module):
     """Each sample is compared with all others, as in CLIP; the samples' own order is their label."""
 
@@ -159,7 +205,14 @@ class Attentive(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("net", "cut"), [(Written, [["a"], ["b"]]), (Contrast, [["a", "b"], ["c"]]), (Attentive, [["a"], ["b"]])]
+    ("net", "cut"),
+    [
+        (Written, [["a"], ["b"]]),
+        (Based, [["a"], ["b"]]),
+        (Renormed, [["a"], ["b"]]),
+        (Contrast, [["a", "b"], ["c"]]),
+        (Attentive, [["a"], ["b"]]),
+    ],
 )
 def test_replicas_that_write_in_place_or_compare_samples(net: type[nn.Module], cut: list[list[str]]) -> None:
     problem = Problem(partial(seeded, net), [batch_of(7, seed) for seed in range(3)])
@@ -172,10 +225,14 @@ def test_replicas_that_write_in_place_or_compare_samples(net: type[nn.Module], c
 
 
 @run_on(2)
-def test_what_works_on_the_batch_alone_is_never_gathered(rank: int) -> None:
+def test_only_what_cannot_work_on_a_part_of_the_batch_is_gathered_and_named(rank: int) -> None:
     problem = Problem(partial(seeded, Attentive), [batch_of(6)])
     plan = start(problem, Way(2, [["a"], ["b"]], devices=2, split=(1,), config=COLOCATE)).plan
     assert not [line for line in plan.splits[0].choices if "whole on every rank" in line]
+    based = Problem(partial(seeded, Based), [batch_of(7)])
+    choices = start(based, Way(2, [["a"], ["b"]], devices=2, split=(1,), config=COLOCATE)).plan.splits[0].choices
+    assert "1 x a linear: S(0), R, R -> S(0)" in choices, "what comes before it is shared out all the same"
+    assert "under replicate, but whole on every rank, on gathered values: add_" in choices
     mixed = Problem(partial(seeded, Contrast), [batch_of(6)])
     plan = start(mixed, Way(2, [["a", "b"], ["c"]], devices=2, split=(1,), config=COLOCATE)).plan
     assert not [line for line in plan.splits[0].choices if "whole on every rank" in line], "a product has a cut result"
