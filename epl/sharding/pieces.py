@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from epl.sharding.placements import Placement, Shard, local_shape
 
@@ -58,10 +57,6 @@ class Piece:
     shape: tuple[int, ...]
     taken: tuple[Span, ...]
     put: tuple[Span, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
 
 
 def pieces_between(shape: Sequence[int], source: Side, target: Side) -> tuple[Piece, ...]:
