@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,14 @@ class GroupCollectives:
         self.rank, self.size = position, group.size
         self._world, self._group = world, group
 
+    def _together(self, kind: str, *tensors: torch.Tensor) -> Any:
+        """Around a collective: what messages and the timeline call it."""
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        return self._world.waiting(f"{kind} of {size_bytes:,} bytes within a stage", self._group.ranks)
+
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        with self._world.waiting("a sum over the ranks of a split stage", self._group.ranks):
+        with self._together("all_reduce", result):
             dist.all_reduce(result, _OPERATIONS[operation], group=self._group.handle)
         return result
 
@@ -44,7 +50,7 @@ class GroupCollectives:
             return [tensor.new_empty(tuple(shape)) for shape in shapes]
         mine = tensor.reshape(-1) if tensor.numel() == room else _padded(tensor, room)
         everyone = tensor.new_empty(room * self.size)
-        with self._world.waiting("the parts of a value of a split stage", self._group.ranks):
+        with self._together("all_gather", everyone):
             dist.all_gather_single(everyone, mine.contiguous(), group=self._group.handle)
         chunks = everyone.split(room)
         return [chunk[:size].view(tuple(shape)) for chunk, size, shape in zip(chunks, sizes, shapes, strict=True)]
@@ -54,7 +60,7 @@ class GroupCollectives:
             # of gloo's equal forms the fastest, whatever the size: benchmarks/equal_forms.py. It takes unequal pieces, too.
             return torch.stack(self.all_to_all(pieces, [pieces[self.rank].shape] * self.size)).sum(0)
         result = torch.empty_like(pieces[self.rank])
-        with self._world.waiting("a sum over the ranks of a split stage", self._group.ranks):
+        with self._together("reduce_scatter", *pieces):
             dist.reduce_scatter(result, [piece.contiguous() for piece in pieces], group=self._group.handle)
         return result
 
@@ -63,7 +69,7 @@ class GroupCollectives:
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [part.numel() for part in parts]
         received = flat.new_empty(sum(sizes))
-        with self._world.waiting("the parts of a value of a split stage", self._group.ranks):
+        with self._together("all_to_all", flat):
             dist.all_to_all_single(received, flat, sizes, [piece.numel() for piece in pieces], group=self._group.handle)
         return [chunk.view(tuple(shape)) for chunk, shape in zip(received.split(sizes), shapes, strict=True)]
 

@@ -52,6 +52,47 @@ def test_a_trace_holds_the_actions_of_the_plan_in_order_for_every_rank(tmp_path:
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+class _Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.moe = nn.Linear(8, 8), epl.nn.MoE(8, 16, num_experts=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, loss, _ = self.moe(torch.relu(self.first(x)))
+        return output.square().mean() + loss
+
+
+def _traced_experts(rank: int, path: str) -> None:
+    epl.init(epl.Config({"cluster.colocate_split_and_replicate": True, "run.print_plan": False}))
+    epl.set_default_strategy(epl.replicate(2))
+    torch.manual_seed(0)
+    model = _Mixture()
+    epl.split(2)(model.moe.experts)
+    engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"x": torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))}
+    engine.train_step(batch)
+    with engine.trace(path):
+        engine.train_step(batch)
+
+
+def test_a_trace_shows_what_the_devices_of_a_stage_exchange_inside_its_actions(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    launch(2, _traced_experts, str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank in range(2):
+        mine = [event for event in events if event["pid"] == rank]
+        for action in ("0F0", "0B0"):
+            (around,) = (event for event in mine if event["name"] == action)
+            inside = [
+                event["name"]
+                for event in mine
+                if event["name"].startswith("all_to_all of ")
+                and around["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= around["ts"] + around["dur"] + 1
+            ]
+            # room for 4 tokens of each of 2 samples in each of 4 experts, of 8 numbers of 4 bytes
+            assert inside == ["all_to_all of 1,024 bytes within a stage"] * 2, action
+
+
 def _traced_by_config(rank: int, path: str) -> None:
     config = epl.Config({"run.print_plan": False, "run.trace": path, "run.trace_steps": 2})
     epl.init(config)
