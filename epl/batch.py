@@ -21,7 +21,6 @@ from epl.errors import RunError, bulleted
 
 __all__ = ["Flat", "Structure", "batch_size_of", "call_model", "cut", "flatten", "note_on_sizes", "take"]
 
-BATCH = "the batch"
 _PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 
 
@@ -88,18 +87,18 @@ class Flat(NamedTuple):
     structure: Structure
 
 
-def flatten(nest: Any, what: str = BATCH) -> Flat:
+def flatten(nest: Any, what: str = "the batch", *, refuse_lists: bool = True) -> Flat:
     """Take a nest apart.
 
     Args:
         nest: The nest.
-        what: What it is, for the message. In a batch a list of numbers or texts is refused, since it may be meant as
-            one value for each sample, and would not be cut with them.
+        what: What it is, for the message.
+        refuse_lists: True to refuse lists of numbers or texts: in a batch one may be meant as a value for each sample,
+            and would not be cut with them.
 
     Raises:
         RunError: a leaf is neither a tensor nor a plain value, or is such a list; the message gives its path.
     """
-    is_batch = what == BATCH
     tensors: list[torch.Tensor] = []
     paths: list[str] = []
 
@@ -111,7 +110,7 @@ def flatten(nest: Any, what: str = BATCH) -> Flat:
         if isinstance(nest, _PLAIN):
             # NaN is equal to nothing unless it is the same object
             return Structure("plain", type(nest), value=math.nan if nest != nest else nest)
-        if is_batch and path and _is_list_of_values(nest):
+        if refuse_lists and path and _is_list_of_values(nest):
             raise RunError(
                 f"{what} at {path} is a list of plain values, {len(nest)} of Python's {type(nest[0]).__name__}; tensors "
                 "are cut into parts with the samples, lists are not. If it has a value for each sample, make it a tensor "

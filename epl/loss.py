@@ -74,7 +74,7 @@ def output_step() -> Step:
     step = Step(lambda model, batch: [])
 
     def run(model: Any, batch: Any) -> Parts:
-        flat = flatten(_without_caches(call_model(model, batch)), "the model's output")
+        flat = flatten(_without_caches(call_model(model, batch)), "the model's output", refuse_lists=False)
         step.structure = flat.structure
         return [(f"out.{path}", tensor) for path, tensor in zip(flat.paths, flat.tensors, strict=True)]
 
@@ -93,7 +93,7 @@ def _without_caches(output: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     try:
-        flatten(value, "the model's output")
+        flatten(value, "the model's output", refuse_lists=False)
     except RunError:
         return False
     return True

@@ -60,7 +60,9 @@ class FunctionCall:
         Raises:
             RunError: it returned another kind of thing, or other plain values, than when it was captured.
         """
-        flat = flatten(self.apply(*_filled(self.args, tensors)), f"the result of {self.name}.forward")
+        flat = flatten(
+            self.apply(*_filled(self.args, tensors)), f"the result of {self.name}.forward", refuse_lists=False
+        )
         if self.result is None:
             self.result = flat.structure
         elif self.result != flat.structure:
