@@ -120,47 +120,45 @@ class _Traffic:
 
     def takes(self) -> tuple[Transfer, ...]:
         """What other stages send here."""
-        return self._received((each, each.source, each.target) for each in self.crossings)
+        return self._received(self.crossings)
 
     def sends(self) -> tuple[Transfer, ...]:
         """Where what this stage has made goes."""
-        return self._sent((each, each.source, each.target) for each in self.crossings)
+        return self._sent(self.crossings)
 
     def gradients_in(self) -> tuple[Transfer, ...]:
         """The gradients of what this stage has given, from each stage that uses it."""
-        return self._received((each, each.target, each.source) for each in self._with_gradient())
+        return self._received(self._gradients())
 
     def gradients_out(self) -> tuple[Transfer, ...]:
         """The gradients of what this stage has taken."""
-        return self._sent((each, each.target, each.source) for each in self._with_gradient())
+        return self._sent(self._gradients())
 
-    def _with_gradient(self) -> Iterator[Crossing]:
-        return (each for each in self.crossings if each.value in self.graph.needs_grad)
+    def _gradients(self) -> Iterator[Crossing]:
+        """They go the other way."""
+        needs_grad = self.graph.needs_grad
+        return (Crossing(each.value, each.target, each.source) for each in self.crossings if each.value in needs_grad)
 
-    def _received(self, ways: Iterable[tuple[Crossing, int, int]]) -> tuple[Transfer, ...]:
+    def _received(self, coming: Iterable[Crossing]) -> tuple[Transfer, ...]:
+        mine = (each for each in coming if each.target == self.stage)
+        pieces = ((each, piece) for each in mine for piece in self._pieces(each) if piece.target == self.position)
+        return tuple(self._transfer(each.value, each.source, piece.source, piece, piece.put) for each, piece in pieces)
+
+    def _sent(self, going: Iterable[Crossing]) -> tuple[Transfer, ...]:
+        mine = (each for each in going if each.source == self.stage)
+        pieces = ((each, piece) for each in mine for piece in self._pieces(each) if piece.source == self.position)
         return tuple(
-            self._transfer(crossing.value, source, piece.source, piece, piece.put)
-            for crossing, source, target in ways
-            if target == self.stage
-            for piece in self._pieces(crossing.value, source, target)
-            if piece.target == self.position
+            self._transfer(each.value, each.target, piece.target, piece, piece.taken) for each, piece in pieces
         )
 
-    def _sent(self, ways: Iterable[tuple[Crossing, int, int]]) -> tuple[Transfer, ...]:
-        return tuple(
-            self._transfer(crossing.value, target, piece.target, piece, piece.taken)
-            for crossing, source, target in ways
-            if source == self.stage
-            for piece in self._pieces(crossing.value, source, target)
-            if piece.source == self.position
-        )
-
-    def _pieces(self, value: str, source: int, target: int) -> tuple[Piece, ...]:
+    def _pieces(self, crossing: Crossing) -> tuple[Piece, ...]:
         if self.plan.num_shares > 1:  # each position has a pipeline of its own
             return (Piece(self.position, self.position, (), (), ()),)
-        kind = self.graph.type_of(value)
+        kind = self.graph.type_of(crossing.value)
         shape = kind.sizes if isinstance(kind, TensorType) and kind.is_static else ()
-        return pieces_between(shape, self._side(source, value), self._side(target, value))
+        return pieces_between(
+            shape, *(self._side(stage, crossing.value) for stage in (crossing.source, crossing.target))
+        )
 
     def _side(self, stage: int, value: str) -> Side:
         placement = self.choice(stage).crossing(value) if self.plan.is_sharded(stage) else WHOLE
