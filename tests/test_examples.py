@@ -122,19 +122,26 @@ BESIDE = {
     "moe_pretrain.py": ("--steps", "8", "--layers", "1", "--hidden", "32"),
     "tensor_parallel.py": ("--steps", "8", "--layers", "2", "--hidden", "32"),
 }
-MORE = {"moe_pretrain.py": (4, ("--expert-ranks", "2")), "tensor_parallel.py": (8, ())}
+RUNS = [  # script, ranks, further arguments
+    ("moe_pretrain.py", 2, ()),
+    *slow(
+        ("moe_pretrain.py", 4, ("--expert-ranks", "2")),
+        ("large_classification.py", 2, ()),
+        ("tensor_parallel.py", 2, ("--stages", "1")),
+        ("tensor_parallel.py", 8, ()),
+    ),
+]
 
 
-@pytest.mark.parametrize("script", slow("moe_pretrain.py", "large_classification.py", "tensor_parallel.py"))
-def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path, script: str):
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path, run: tuple[str, int, tuple[str, ...]]):
+    script, num_ranks, more = run
     arguments = BESIDE[script]
     alone = command(tmp_path, str(EXAMPLES / script), *arguments)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     expected = LOSS.findall(alone.stdout)
     assert len(expected) >= 6
-    one_stage = ("--stages", "1") if script == "tensor_parallel.py" else ()
-    for num_ranks, more in ((2, one_stage), *([MORE[script]] if script in MORE else [])):
-        found = LOSS.findall(launch(tmp_path, num_ranks, script, *arguments, *more))
-        assert [step for step, _ in found] == [step for step, _ in expected]
-        for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-            assert float(ours) == pytest.approx(float(theirs), rel=2e-3), "float32, and batch statistics are summed up"
+    found = LOSS.findall(launch(tmp_path, num_ranks, script, *arguments, *more))
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert float(ours) == pytest.approx(float(theirs), rel=2e-3), "float32, and batch statistics are summed up"

@@ -9,6 +9,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 import epl
 from tests.jobs import ROOT, started
 
@@ -34,6 +36,7 @@ def test_the_plan_of_getting_started_is_that_of_the_walk_through() -> None:
     assert plan in (ROOT / "docs" / "walkthrough.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_script_of_getting_started_ends_with_one_loss_on_one_and_two_ranks(tmp_path: Path) -> None:
     Path(tmp_path, "train.py").write_text(START.partition("```python\n")[2].partition("```")[0])
     last = []

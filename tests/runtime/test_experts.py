@@ -154,6 +154,24 @@ def test_experts_of_mixtral_are_cut_over_the_ranks(count: int) -> None:
     check(given, way, Way(2 * count, [REST], devices=count, micro_batches=2, config=COLOCATE))
 
 
+@pytest.mark.slow
+def test_experts_of_mixtral_in_a_pipeline() -> None:
+    """Each stage is split, its experts by expert; attention as the search finds best."""
+    case = CASES["mixtral"]
+    batches = [case.batch(4, seed=seed, dtype=torch.float64) for seed in range(2)]
+    given = Problem(mixtral_in_two_stages, batches, case.loss_fn)
+    check(given, Way(4, micro_batches=2))
+
+
+def mixtral_in_two_stages() -> nn.Module:
+    model = CASES["mixtral"].build(torch.float64)
+    for stage, paths in enumerate(CASES["mixtral"].stages[2]):
+        modules = [model.get_submodule(path) for path in paths]
+        experts = any(path.endswith("experts") for module in modules for path, _ in module.named_modules())
+        epl.split(2, f"stage_{stage}", placements={"*.experts.*": "S(0)"} if experts else None)(*modules)
+    return model
+
+
 class Idle(Model):
     """All tokens look alike to the gate, so that most experts get none."""
 

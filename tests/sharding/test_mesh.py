@@ -21,7 +21,7 @@ MADE = [WHOLE, A, B, PARTIAL]
 USED = [WHOLE, A, B]
 
 
-class AxisRank:
+class AxisRank(ThreadRank):
     """The ranks of one axis of a mesh; all ranks of the mesh exchange, each picks those of its own line."""
 
     def __init__(self, ranks: ThreadRank, line: Sequence[int]) -> None:
@@ -31,23 +31,6 @@ class AxisRank:
     def _exchange(self, item: Any) -> list[Any]:
         everyone = self._ranks._exchange(item)
         return [everyone[rank] for rank in self._line]
-
-    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
-        assert operation == "sum"
-        return torch.stack(self._exchange(tensor)).sum(0)
-
-    def all_gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        gathered = [each.clone() for each in self._exchange(tensor)]
-        assert [tuple(each.shape) for each in gathered] == [tuple(shape) for shape in shapes]
-        return gathered
-
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([theirs[self.rank] for theirs in self._exchange(pieces)]).sum(0)
-
-    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        received = [theirs[self.rank].clone() for theirs in self._exchange(pieces)]
-        assert [tuple(each.shape) for each in received] == [tuple(shape) for shape in shapes]
-        return received
 
 
 def axes_of(ranks: ThreadRank, mesh: Sequence[int]) -> list[AxisRank]:
