@@ -13,7 +13,7 @@ from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, run_on
 from tests.runtime.odd_nets import FEATURES, Chain, Normed, TiedTagger, batch_of, draw, tokens_of
-from tests.runtime.problems import Outcome, Problem, Way, check, seeded, start, train
+from tests.runtime.problems import Outcome, Problem, Way, check, my_share, seeded, start, train
 from tests.runtime.test_gradients import token_mean
 from tests.zoo import CASES
 
@@ -121,6 +121,31 @@ def test_weights_tied_over_stages_of_different_numbers() -> None:
         Way(3, cut, devices=(1, 2), split=(1,)),
         Way(5, cut, devices=(3, 2), split=(1,)),
     )
+
+
+@run_on(3)
+def test_the_whole_model_is_seen_through_any_mixture(rank: int) -> None:
+    """verify passes, evaluation and state are whole, and a state goes into another plan; tied weights, statistics."""
+    problem = Problem(partial(seeded, TiedTagger), [tokens_of(7)], token_mean)
+    cut = [["embedding"], ["middle", "head"]]
+    state, losses = {}, []
+    for way in (
+        Way(3, cut, devices=(1, 2), split=(1,)),
+        Way(3, cut, devices=(2, 1)),
+        Way(3, cut, devices=3, config=COLOCATE),
+    ):
+        engine = start(problem, way)
+        batch = my_share(engine, rank, problem.batches[0])
+        if state:
+            engine.load_state_dict(state)
+            assert_close(engine.state_dict(), state, torch.float64)
+        losses.append(float(engine.eval_step(batch)))
+        assert not engine.verify(batch).faults
+        state = engine.state_dict()
+    assert_close(losses, losses[:1] * 3, torch.float64)
+    normed = Problem(partial(seeded, Normed), [batch_of(8)])
+    engine = start(normed, Way(3, [["a", "b"], ["c"]], devices=(2, 1)))
+    engine.verify(my_share(engine, rank, normed.batches[0]))
 
 
 # -------------------------------------------------------------------------------------------------- on the same devices
