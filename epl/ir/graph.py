@@ -335,8 +335,9 @@ class Graph:
                 needing.add(op.name)  # the same tensor, also where autograd is off
             if _flows(op) and _differentiable(op.type) and not needing.isdisjoint(op.reads):
                 needing.add(op.name)
-                # what is written to carries the gradient of what was written, under each of its names
-                written = {self.storage_roots[name] for name in op.writes}
+                # what is written to and returned carries the gradient of what was written, under each of its names;
+                # what is only written to does not (the running statistics of a batch norm)
+                written = {self.storage_roots[name] for name in op.writes if op.views}
                 needing.update(name for root in written for name in self._aliases[root])
         return needing
 

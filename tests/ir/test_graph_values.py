@@ -87,6 +87,12 @@ def test_writing_without_gradients_does_not_take_them_away() -> None:
     assert "s" in found
 
 
+def test_what_is_written_to_and_not_returned_takes_no_gradient() -> None:
+    found = graph(op("y", "w", "b", writes=("b",))).needs_grad  # as a batch norm does with its running statistics
+    assert "y" in found
+    assert "b" not in found
+
+
 @pytest.mark.parametrize("target", ["aten.detach.default", "aten.argmax.default"])
 def test_gradients_end_at_detached_and_at_whole_numbers(target: str) -> None:
     kind = F32 if "detach" in target else I64
