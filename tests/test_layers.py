@@ -8,7 +8,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "epl"
 LAYERS = (  # bottom first: a module imports from its own layer or from one listed before it
     *("errors", "lines", "config", "cluster", "env", "scopes", "batch", "loss", "nn"),
-    *("ir", "capture", "sharding", "cost", "schedule", "planner", "passes", "program"),
+    *("ir", "capture", "sharding", "cost", "schedule", "planner", "stage", "passes", "program"),
     *("runtime", "api", "processes", "board", "launcher", "cli", "report"),
 )
 FACADE = ("__init__", "__main__")  # these may import everything

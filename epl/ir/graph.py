@@ -30,6 +30,7 @@ __all__ = [
     "Parameter",
     "Ref",
     "StrategySpec",
+    "Taken",
     "TaskGraph",
     "map_refs",
     "refs_in",
@@ -95,6 +96,15 @@ class Constant:
 
     name: str
     type: TensorType
+
+
+@dataclass(frozen=True)
+class Taken:
+    """In the graph of one stage: what another stage has made; its gradient goes back there if ``needs_grad``."""
+
+    name: str
+    type: Type
+    needs_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,11 +211,13 @@ class Graph:
     outputs: tuple[Output, ...]
     strategies: tuple[StrategySpec, ...] = ()
     tasks: tuple[StrategySpec, ...] = field(default=())
+    taken: tuple[Taken, ...] = ()
 
     @cached_property
-    def leaves(self) -> dict[str, Input | Parameter | Buffer | Constant]:
+    def leaves(self) -> dict[str, Input | Parameter | Buffer | Constant | Taken]:
         """Everything that is there before the first operator, by name."""
-        return {leaf.name: leaf for leaf in (*self.inputs, *self.parameters, *self.buffers, *self.constants)}
+        leaves = (*self.inputs, *self.parameters, *self.buffers, *self.constants, *self.taken)
+        return {leaf.name: leaf for leaf in leaves}
 
     @cached_property
     def op_by_name(self) -> dict[str, Op]:
@@ -314,9 +326,13 @@ class Graph:
 
     @cached_property
     def _has_a_say(self) -> set[str]:
-        """Values on which the loss depends by operators that autograd follows; without a loss, all values."""
+        """Values on which the loss depends by operators that autograd follows; without a loss, all values.
+
+        In the graph of one stage, what goes to other stages counts as the loss does.
+        """
         roots = self.storage_roots
-        needed = {name for out in self.outputs if out.role in ("loss", "total") for name in refs_in(out.value)}
+        ends = [out for out in self.outputs if out.role in ("loss", "total") or out.role.startswith("give.")]
+        needed = {name for out in ends for name in refs_in(out.value)}
         if not needed:
             return set(roots)
         memory = {roots[name] for name in needed}  # what is written to is the same value under each of its names
@@ -329,7 +345,8 @@ class Graph:
 
     @cached_property
     def _depends_on_parameters(self) -> set[str]:
-        needing = {parameter.name for parameter in self.parameters if parameter.trainable}
+        needing = {leaf.name for leaf in self.parameters if leaf.trainable}
+        needing |= {leaf.name for leaf in self.taken if leaf.needs_grad}
         for op in self.ops:
             if not needing.isdisjoint(op.writes):
                 needing.add(op.name)  # the same tensor, also where autograd is off

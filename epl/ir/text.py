@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from epl.errors import GraphError
-from epl.ir.graph import Argument, Buffer, Constant, Graph, Input, Op, Output, Parameter, Ref, StrategySpec
+from epl.ir.graph import Argument, Buffer, Constant, Graph, Input, Op, Output, Parameter, Ref, StrategySpec, Taken
 from epl.ir.types import TensorType, parse_type
 
 __all__ = ["argument_text", "op_text", "parse", "to_text"]
@@ -43,6 +43,7 @@ def to_text(graph: Graph) -> str:
         for leaf in graph.buffers
     ]
     lines += [f"{leaf.name} = constant('{leaf.type}')" for leaf in graph.constants]
+    lines += [f"{leaf.name} = taken('{leaf.type}', needs_grad={leaf.needs_grad})" for leaf in graph.taken]
     lines += [op_text(op) for op in graph.ops]
     lines += [f"output({out.role!r}, {argument_text(out.value)})" for out in graph.outputs]
     return "\n".join(lines) + "\n"
@@ -99,6 +100,7 @@ def parse(text: str) -> Graph:
         parameters=tuple(leaf for leaf in leaves if isinstance(leaf, Parameter)),
         buffers=tuple(leaf for leaf in leaves if isinstance(leaf, Buffer)),
         constants=tuple(leaf for leaf in leaves if isinstance(leaf, Constant)),
+        taken=tuple(leaf for leaf in leaves if isinstance(leaf, Taken)),
         ops=tuple(found["op"]),
         outputs=tuple(found["output"]),
         strategies=tuple(found["strategy"]),
@@ -126,7 +128,7 @@ def _parse_line(line: str) -> tuple[str, Any]:
     return "op", Op(name, parse_type(type_text), target, args, kwargs, **fields)
 
 
-_LEAVES = {"input": Input, "parameter": Parameter, "buffer": Buffer, "constant": Constant}
+_LEAVES = {"input": Input, "parameter": Parameter, "buffer": Buffer, "constant": Constant, "taken": Taken}
 
 
 def _parse_call(call: ast.Call) -> tuple[str, Any]:

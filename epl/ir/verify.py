@@ -37,7 +37,7 @@ def violations(graph: Graph, *, colocated: bool = False) -> list[str]:
 
 
 def _names(graph: Graph) -> Iterator[str]:
-    leaves = (*graph.inputs, *graph.parameters, *graph.buffers, *graph.constants)
+    leaves = (*graph.inputs, *graph.parameters, *graph.buffers, *graph.constants, *graph.taken)
     counts = Counter([leaf.name for leaf in leaves] + [op.name for op in graph.ops])
     for name, count in counts.items():
         if count > 1:

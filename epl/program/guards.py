@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epl.ir.graph import Graph, Op, Ref
-from epl.program.codegen import StageCode, generate_code
+from epl.stage.codegen import StageCode, generate_code
 
 __all__ = ["GuardCode", "guard_of"]
 

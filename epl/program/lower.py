@@ -11,15 +11,15 @@ an action is posted one action ahead, so that the transfer overlaps with computi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from epl.ir.graph import Graph, Ref
+from epl.ir.graph import Graph, Output, Ref, refs_in
 from epl.ir.types import ListType, TensorType
+from epl.passes import apply_passes
 from epl.planner.crossings import Crossing, crossings
 from epl.planner.make import choose_again, stage_of_tasks
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
-from epl.program.codegen import StageCode, generate_code
 from epl.program.instructions import (
     Backward,
     FinishReduce,
@@ -33,21 +33,28 @@ from epl.program.instructions import (
     StartReduce,
     Transfer,
 )
-from epl.program.shards import Exchange, LocalForm, ShardedStage, shard_stage
 from epl.schedule import Action, Kind
+from epl.sharding.local import Bindable
 from epl.sharding.options import WHOLE
 from epl.sharding.pieces import Piece, Side, pieces_between
+from epl.stage.codegen import StageCode, generate_code
+from epl.stage.stage import Stage, localize
 
 __all__ = ["LoweredStage", "lower_stage", "lower_step"]
 
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """A rank's stage for one graph: its function's code, what goes in and out, and what its ranks do together."""
+    """A rank's stage for one graph: what goes in and out, what it runs, and its function's code."""
 
     program: StageProgram
+    stage: Stage
     code: StageCode
-    functions: Mapping[str, Exchange | LocalForm] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> Mapping[str, Bindable]:
+        """What its ranks do together."""
+        return self.stage.functions
 
 
 def lower_stage(
@@ -56,7 +63,7 @@ def lower_stage(
     """The function of the stage that ``rank`` runs.
 
     Args:
-        graph: The graph, after all passes.
+        graph: The graph.
         plan: The plan.
         rank: Whose stage.
         label: Added to the function's name.
@@ -65,8 +72,8 @@ def lower_stage(
     stage, _, position = plan.place_of(rank)
     stage_of = stage_of_tasks(plan.stages)
     ops = tuple(op for op in graph.ops if stage_of[op.task or 0] == stage)
-    parts, part_values = _parts(graph, stage_of, stage)
-    read = (*(name for op in ops for name in op.reads), *part_values)
+    parts = _parts(graph, stage_of, stage)
+    read = (*(name for op in ops for name in op.reads), *(name for part in parts for name in refs_in(part.value)))
     taken = tuple(dict.fromkeys(name for name in read if name not in {op.name for op in ops}))
     held = tuple(leaf.name for leaf in (*graph.parameters, *graph.buffers, *graph.constants) if leaf.name in set(taken))
     inputs = tuple(place for place, leaf in enumerate(graph.inputs) if leaf.name in taken)
@@ -80,19 +87,25 @@ def lower_stage(
         sends=traffic.sends(),
         gradients_in=traffic.gradients_in(),
         gradients_out=traffic.gradients_out(),
-        parts=parts,
+        parts=tuple(part.role for part in parts),
         needs_backward=_needs_backward(graph, traffic.crossings, stage, taken),
     )
-    sharded = ShardedStage(ops, {}, {})
-    if plan.is_sharded(stage):
-        sharded = shard_stage(graph, traffic.choice(stage), ops, position)
     arguments = (
         *held,
         *(graph.inputs[place].name for place in inputs),
         *dict.fromkeys(transfer.value for transfer in program.takes),
     )
-    results = [sharded.names.get(name, name) for name in (*program.gives, *part_values)]
-    return LoweredStage(program, generate_code(program.name, sharded.ops, arguments, tuple(results)), sharded.functions)
+    local = localize(
+        graph,
+        ops,
+        program.gives,
+        parts,
+        choice=traffic.choice(stage) if plan.is_sharded(stage) else None,
+        position=position,
+        num_in_flight=plan.peak_in_flight[stage] if plan.peak_in_flight else 1,
+    )
+    local = apply_passes(local, plan)
+    return LoweredStage(program, local, generate_code(program.name, local.graph.ops, arguments, local.results))
 
 
 def _needs_backward(graph: Graph, crossing: Sequence[Crossing], stage: int, taken: tuple[str, ...]) -> bool:
@@ -177,15 +190,13 @@ class _Traffic:
         return Transfer(value, peer, stage, kind, value in self.graph.needs_grad, part, held)
 
 
-def _parts(graph: Graph, stage_of: dict[int, int], stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Roles and values of the step's parts that this stage reports; plain values are no concern of a stage."""
-    roles: list[str] = []
-    values: list[str] = []
-    for output in graph.outputs:
-        if isinstance(output.value, Ref) and _home(graph, stage_of, output.value.name) == stage:
-            roles.append(output.role)
-            values.append(output.value.name)
-    return tuple(roles), tuple(values)
+def _parts(graph: Graph, stage_of: dict[int, int], stage: int) -> tuple[Output, ...]:
+    """The step's parts that this stage reports; plain values are no concern of a stage."""
+    return tuple(
+        output
+        for output in graph.outputs
+        if isinstance(output.value, Ref) and _home(graph, stage_of, output.value.name) == stage
+    )
 
 
 def _home(graph: Graph, stage_of: dict[int, int], name: str) -> int:

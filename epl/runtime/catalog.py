@@ -25,7 +25,6 @@ from epl.errors import RunError
 from epl.ir.graph import Graph, StrategySpec
 from epl.lines import warn
 from epl.loss import LossFunction, loss_step, output_step
-from epl.passes import apply_passes
 from epl.planner.make import choose_splits, make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
@@ -143,12 +142,9 @@ class Catalog:
                     "for a batch of this kind the model cannot be captured as a graph (the warning above says why), and "
                     "a plan in which devices share out the work on one batch needs one. Mend that, or use one replicate."
                 )
-            graph = apply_passes(variant.graph, plan)
-            self._check_held(graph, plan, rank)
+            self._check_held(variant.graph, plan, rank)
             number = sum(variant.bound is not None for variants in self._variants.values() for variant in variants)
-            splits = variant.splits if graph is variant.graph else None
-            lowered = lower_stage(graph, plan, rank, label=f"_{number}", splits=splits)
-            variant.graph = graph
+            lowered = lower_stage(variant.graph, plan, rank, label=f"_{number}", splits=variant.splits)
             variant.bound = BoundStage(
                 lowered.program,
                 lowered.code,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from epl.program.codegen import StageCode
 from epl.program.instructions import (
     Backward,
     FinishReduce,
@@ -32,6 +31,7 @@ from epl.runtime.channels import Channels, Pending
 from epl.runtime.reducer import Reducer
 from epl.runtime.world import World
 from epl.schedule import Action, Kind
+from epl.stage.codegen import StageCode
 
 __all__ = ["BoundStage", "Executor", "MicroBatch"]
 

@@ -6,46 +6,20 @@ the place of its operator. Both are functions that the runtime binds to the rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 from epl.ir.graph import Argument, Graph, Op, Ref, map_refs
 from epl.ir.types import ListType, TensorType, Type
 from epl.planner.split import SplitChoice
 from epl.planner.values import value_names
-from epl.sharding.collectives import Collectives
-from epl.sharding.conversions import Conversion, convert
-from epl.sharding.forms import FORMS, Cut
+from epl.sharding.conversions import Conversion
+from epl.sharding.forms import Cut
+from epl.sharding.local import Exchange, LocalForm
 from epl.sharding.options import Call, Option
 from epl.sharding.placements import Placement, Shard, local_shape
 
-__all__ = ["Exchange", "LocalForm", "ShardedStage", "shard_stage"]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A conversion of a value of this whole shape."""
-
-    conversion: Conversion
-    shape: tuple[int, ...]
-
-    def bind(self, ranks: Collectives) -> Callable[..., Any]:
-        """The function that a stage calls with what the rank holds of the value."""
-        return lambda tensor: convert(ranks, tensor, self.conversion, self.shape)
-
-
-@dataclass(frozen=True)
-class LocalForm:
-    """An operator's local implementation."""
-
-    form: str
-    cut: Cut
-
-    def bind(self, ranks: Collectives) -> Callable[..., Any]:
-        """The function that a stage calls with the operator's arguments by name."""
-        return partial(FORMS[self.form], ranks, self.cut)
+__all__ = ["ShardedStage", "shard_stage"]
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,13 @@ from epl.planner.split import SplitChoice, choose_split
 from epl.planner.split_items import Item, Problem, SplitGroup
 from epl.planner.split_solve import Solution, find
 from epl.planner.taskgraphs import build_taskgraphs
-from epl.program.codegen import resolve
 from epl.program.lower import LoweredStage, lower_stage
-from epl.program.shards import Exchange, LocalForm, ShardedStage, shard_stage
 from epl.sharding.collectives import Collectives
+from epl.sharding.local import Exchange, LocalForm
 from epl.sharding.options import Option
 from epl.sharding.placements import Partial, join_shards, local_shape, parse_placement, take_shard
+from epl.stage.codegen import resolve
+from epl.stage.shards import ShardedStage, shard_stage
 from tests.parity import assert_close
 from tests.sharding.threads import ThreadRank, run_ranks
 from tests.zoo import CASES, Case, annotate

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from epl.errors import RunError
 from epl.ir.graph import Op, Ref
 from epl.ir.types import TensorType
-from epl.program.codegen import generate_code, resolve, same_branch
+from epl.stage.codegen import generate_code, resolve, same_branch
 from tests.program.local_run import lower
 from tests.program.staged import batch_of, staged
 

@@ -1,0 +1,111 @@
+"""One rank's part of a graph, as a graph of its own: local types, conversions between placements, and what goes in and out.
+
+    graph, plan -> localize -> Stage -> passes -> Stage -> code
+
+Passes change a `Stage`: what a rank holds and computes is plain to see there, whatever the strategies are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from epl.ir.graph import Graph, Op, Output, Ref, Taken, map_refs
+from epl.ir.types import TensorType, Type
+from epl.planner.split import SplitChoice
+from epl.sharding.local import Bindable
+from epl.sharding.options import WHOLE
+from epl.sharding.placements import Placement, Shard, local_shape
+from epl.stage.shards import ShardedStage, shard_stage
+
+__all__ = ["GIVEN", "Stage", "localize"]
+
+GIVEN = "give."  # the role of a result that goes to other stages
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank runs for one micro-batch.
+
+    Args:
+        graph: Its operators, with the types of what this rank holds. ``graph.taken`` comes from
+            other stages; outputs are values for other stages (role ``give.NAME``), then the step's parts.
+        functions: What operators with targets such as ``exchange.*`` and ``form.*`` call.
+        num_in_flight: Most micro-batches whose forward has run, and whose backward has not.
+    """
+
+    graph: Graph
+    functions: Mapping[str, Bindable] = field(default_factory=dict)
+    num_in_flight: int = 1
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The values that its function returns, in order."""
+        return tuple(output.value.name for output in self.graph.outputs if isinstance(output.value, Ref))
+
+
+def localize(
+    graph: Graph,
+    stage_ops: tuple[Op, ...],
+    gives: tuple[str, ...],
+    parts: tuple[Output, ...],
+    *,
+    choice: SplitChoice | None = None,
+    position: int = 0,
+    num_in_flight: int = 1,
+) -> Stage:
+    """The stage of one rank.
+
+    Args:
+        graph: The whole graph.
+        stage_ops: The stage's operators, in order.
+        gives: Values that go to other stages.
+        parts: The step's parts that the stage reports, each a value.
+        choice: How its devices share out the work on one batch; None if this rank works alone.
+        position: The rank's place among them.
+        num_in_flight: Most micro-batches held at once.
+    """
+    sharded = ShardedStage(stage_ops, {}, {}) if choice is None else shard_stage(graph, choice, stage_ops, position)
+    made = {op.name for op in stage_ops}
+    outputs = (*(Output(GIVEN + name, Ref(name)) for name in gives), *parts)
+    read = {name for op in stage_ops for name in op.reads} | {
+        output.value.name for output in outputs if isinstance(output.value, Ref)
+    }
+    ranks = 1 if choice is None else choice.problem.num_ranks
+
+    def local(name: str, placement: Placement) -> TensorType:
+        kind = graph.type_of(name)
+        assert isinstance(kind, TensorType)
+        if not isinstance(placement, Shard):
+            return kind
+        return TensorType(kind.dtype, local_shape(kind.sizes, placement, ranks, position))
+
+    def stored(name: str) -> TensorType:
+        return local(name, WHOLE if choice is None else choice.stored.get(name, WHOLE))
+
+    def crossing(name: str) -> Type:
+        kind = graph.type_of(name)
+        return local(name, WHOLE if choice is None else choice.crossing(name)) if isinstance(kind, TensorType) else kind
+
+    batch = tuple(leaf for leaf in graph.inputs if leaf.name in read)
+    taken = tuple(
+        Taken(op.name, crossing(op.name), needs_grad=op.name in graph.needs_grad)
+        for op in graph.ops
+        if op.name in read and op.name not in made
+    )
+    here = Graph(
+        inputs=batch,
+        parameters=tuple(replace(p, type=stored(p.name)) for p in graph.parameters if p.name in read),
+        buffers=tuple(replace(b, type=stored(b.name)) for b in graph.buffers if b.name in read),
+        constants=tuple(replace(c, type=stored(c.name)) for c in graph.constants if c.name in read),
+        ops=sharded.ops,
+        outputs=tuple(_renamed(output, sharded.names) for output in outputs),
+        strategies=graph.strategies,
+        tasks=graph.tasks,
+        taken=taken,
+    )
+    return Stage(here, sharded.functions, num_in_flight)
+
+
+def _renamed(output: Output, names: Mapping[str, str]) -> Output:
+    return replace(output, value=map_refs(output.value, lambda name: Ref(names.get(name, name))))
