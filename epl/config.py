@@ -207,9 +207,23 @@ class _Pipeline(Section):
 
 class _GradientCheckpoint(Section):
     NAME = "gradient_checkpoint"
-    type = Key("", "Which activations to keep.", choices=("", "collection", "auto"), available=False)
-    end_taskgraph = Key(-1, "The last TaskGraph to recompute; -1: all.", at_least=0, available=False)
-    check_gradients = Key(False, "Compare the gradients with those of a plain run.", available=False)
+    type = Key("", "Which activations are computed again.", choices=("", "collection", "auto"))
+    end_taskgraph = Key(-1, "With auto: the last TaskGraph to recompute; -1: all.", at_least=0)
+    check_gradients = Key(False, "Compare the first step's gradients with those of a run without recomputing.")
+    memory_budget = Key(
+        "",
+        "With auto: the most memory that a rank may use, as 6GiB; empty: as little as extra_compute allows.",
+        pattern=r"|\d+(\.\d+)?\s*([KMGT]?i?B)?",
+    )
+    extra_compute = Key(
+        0.34, "With auto: the most that may be computed again, as a share of a step's work.", at_least=0
+    )
+
+
+class _Loss(Section):
+    NAME = "loss"
+    chunked = Key("auto", "Logits and their loss are computed in chunks of rows.", choices=("auto", "on", "off"))
+    chunk_rows = Key(0, "Rows of a chunk; 0: EPL chooses.", at_least=1)
 
 
 class _Zero(Section):
@@ -259,7 +273,7 @@ class _Debug(Section):
 
 
 _SECTIONS: tuple[type[Section], ...] = (
-    *(_Auto, _Io, _Communication, _Pipeline, _GradientCheckpoint, _Zero),
+    *(_Auto, _Io, _Communication, _Pipeline, _GradientCheckpoint, _Loss, _Zero),
     *(_Offload, _Amp, _Cluster, _Optimizer, _Run, _Debug),
 )
 _KEYS: Mapping[str, Key[Any]] = MappingProxyType(
@@ -316,6 +330,7 @@ class Config:
     communication: _Communication
     pipeline: _Pipeline
     gradient_checkpoint: _GradientCheckpoint
+    loss: _Loss
     zero: _Zero
     offload: _Offload
     amp: _Amp

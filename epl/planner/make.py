@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
 from epl.cost.devices import device_model
-from epl.errors import ClusterError, StrategyError
+from epl.errors import ClusterError, ConfigError, StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
 from epl.planner.crossings import crossings
@@ -18,6 +18,7 @@ from epl.planner.split_table import describe_split
 from epl.schedule import dry_run, generate
 from epl.sharding.options import WHOLE
 from epl.sharding.placements import Placement, Shard, parse_placement
+from epl.units import size_bytes_of
 
 __all__ = ["choose_again", "choose_splits", "make_plan", "shares_devices", "stage_of_tasks"]
 
@@ -44,6 +45,7 @@ def make_plan(
         PlanError: the plan would need what is not yet available, or does not fit the devices.
         StrategyError: ``split`` of a model that runs without a graph, or an operator that has to see the batch whole.
     """
+    _refuse_contradictions(config, is_opaque=is_opaque)
     stages = _stages(graph, cluster, config)
     splits = choose_splits(graph, cluster, config, is_opaque=is_opaque) if splits is None else splits
     _refuse_frequencies(graph, len(stages[0].ranks), config)
@@ -69,6 +71,12 @@ def make_plan(
         is_opaque=is_opaque,
         device_kind=cluster.device_kind,
         splits=tuple(describe_split(graph, stages[index], choice) for index, choice in splits.items()),
+        recompute="auto" if config.gradient_checkpoint.type == "auto" else "",
+        recompute_end=config.gradient_checkpoint.end_taskgraph,
+        memory_budget=size_bytes_of(config.gradient_checkpoint.memory_budget),
+        extra_compute=config.gradient_checkpoint.extra_compute,
+        chunked_loss=config.loss.chunked,
+        chunk_rows=config.loss.chunk_rows,
         notes=_notes(graph, len(stages), is_opaque),
     )
 
@@ -109,6 +117,25 @@ def _refuse_other_wishes(graph: Graph, pins: Mapping[str, Placement], wishes: Ma
                 f"{path} is tied over several stages, where it is placed as {pin}; split(placements=...) asks for {wish}. "
                 "Ask for the same in all of them, and over different device counts for R."
             )
+
+
+def _refuse_contradictions(config: Config, *, is_opaque: bool) -> None:
+    """Settings that have no effect together would be ignored in silence."""
+    keys = config.gradient_checkpoint
+    if keys.type == "auto":
+        if is_opaque:
+            raise StrategyError(
+                "gradient_checkpoint.type='auto' needs the model as a graph, and it cannot be captured as one: the warning "
+                "above says why. Mend that, or mark what is to be computed again with torch.utils.checkpoint."
+            )
+        return
+    only_auto = {"end_taskgraph": -1, "memory_budget": ""}
+    given = [f"gradient_checkpoint.{key}" for key, default in only_auto.items() if getattr(keys, key) != default]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} say how EPL chooses what to compute again, and gradient_checkpoint.type is "
+            f"{keys.type!r}; set it to 'auto', or leave them out"
+        )
 
 
 def choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:

@@ -147,6 +147,13 @@ class Plan:
         is_opaque: True if the model runs as it is, without a graph.
         device_kind: What the devices are, such as "A100-80GB"; empty: not said.
         splits: How stages of several devices share out the work on one batch.
+        recompute: Which activations are computed again in the backward pass: those that the user marked (empty), or those
+            that EPL chooses (``auto``).
+        recompute_end: With ``auto``: the last TaskGraph that computes anything again; -1: all may.
+        memory_budget: With ``auto``: bytes that a rank may use at its peak; 0: as few as ``extra_compute`` allows.
+        extra_compute: With ``auto``: most of what may be computed again, as a share of a step's work.
+        chunked_loss: Whether logits and their loss are computed in chunks of rows: ``auto``, ``on`` or ``off``.
+        chunk_rows: Rows of a chunk; 0: as fits.
         notes: What the reader should know, a line each.
     """
 
@@ -166,6 +173,12 @@ class Plan:
     is_opaque: bool = False
     device_kind: str = ""
     splits: tuple[SplitPlan, ...] = ()
+    recompute: str = ""
+    recompute_end: int = -1
+    memory_budget: int = 0
+    extra_compute: float = 0.34
+    chunked_loss: str = "auto"
+    chunk_rows: int = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

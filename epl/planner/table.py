@@ -6,8 +6,9 @@ import re
 
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, SplitPlan, StagePlan
 from epl.sharding.placements import Shard, parse_placement
+from epl.units import size_text
 
-__all__ = ["plan_table", "size_text"]
+__all__ = ["plan_table"]
 
 _MOST_KEPT = 16  # lines about cut weights; plan.parameters has all
 
@@ -134,13 +135,3 @@ def _count(shape: tuple[int, ...]) -> int:
 def _itemsize(dtype: str) -> int:
     bits = "".join(char for char in dtype if char.isdigit())
     return max(1, int(bits) // 8) if bits else 1
-
-
-def size_text(size_bytes: float) -> str:
-    """Bytes in a unit that a person reads: ``1.5 MiB``."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-__all__ = ["Collectives", "LonelyRank"]
+__all__ = ["Collectives", "LonelyRank", "StandInRank"]
 
 
 class Collectives(Protocol):
@@ -55,3 +56,28 @@ class LonelyRank:
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return list(pieces)
+
+
+class StandInRank:
+    """A rank of a group that is not there: results have the right shapes and no values, for runs on fake tensors."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        sizes = [math.prod(shape) for shape in shapes]
+        everyone = tensor.new_empty(max(sizes) * self.size)
+        chunks = everyone.split(max(sizes)) if max(sizes) else [everyone] * self.size
+        return [chunk[:size].view(tuple(shape)) for chunk, size, shape in zip(chunks, sizes, shapes, strict=True)]
+
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([pieces[self.rank]] * self.size).sum(0)
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        received = flat.new_empty(sum(sizes))
+        return [chunk.view(tuple(shape)) for chunk, shape in zip(received.split(sizes), shapes, strict=True)]
