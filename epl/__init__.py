@@ -17,6 +17,7 @@ from epl.errors import (
     VerifyError,
 )
 from epl.loss import SumLoss
+from epl.nn.checkpoint import checkpoint
 from epl.planner.plan import Plan
 from epl.runtime.engine import Engine
 from epl.scopes import replicate, set_default_strategy, split
@@ -39,6 +40,7 @@ __all__ = [
     "StrategyError",
     "SumLoss",
     "VerifyError",
+    "checkpoint",
     "data_loader",
     "init",
     "nn",

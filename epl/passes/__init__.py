@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from epl.ir.verify import verify
+from epl.passes.recompute import recompute
 from epl.planner.plan import Plan
 from epl.stage.stage import Stage
 
@@ -15,7 +16,7 @@ __all__ = ["PASSES", "apply_passes"]
 
 Pass = Callable[[Stage, Plan], Stage]
 
-PASSES: tuple[Pass, ...] = ()
+PASSES: tuple[Pass, ...] = (recompute,)
 
 
 def apply_passes(stage: Stage, plan: Plan) -> Stage:

@@ -45,7 +45,7 @@ def make_plan(
         PlanError: the plan would need what is not yet available, or does not fit the devices.
         StrategyError: ``split`` of a model that runs without a graph, or an operator that has to see the batch whole.
     """
-    _refuse_contradictions(config, is_opaque=is_opaque)
+    _refuse_contradictions(graph, config, is_opaque=is_opaque)
     stages = _stages(graph, cluster, config)
     splits = choose_splits(graph, cluster, config, is_opaque=is_opaque) if splits is None else splits
     _refuse_frequencies(graph, len(stages[0].ranks), config)
@@ -119,9 +119,14 @@ def _refuse_other_wishes(graph: Graph, pins: Mapping[str, Placement], wishes: Ma
             )
 
 
-def _refuse_contradictions(config: Config, *, is_opaque: bool) -> None:
+def _refuse_contradictions(graph: Graph, config: Config, *, is_opaque: bool) -> None:
     """Settings that have no effect together would be ignored in silence."""
     keys = config.gradient_checkpoint
+    if keys.type == "collection" and not is_opaque and all(op.segment is None for op in graph.ops):
+        raise StrategyError(
+            "gradient_checkpoint.type is 'collection', and nothing in the model is marked: mark modules with "
+            "epl.checkpoint(module), use torch.utils.checkpoint in forward, or set 'auto'"
+        )
     if keys.type == "auto":
         if is_opaque:
             raise StrategyError(

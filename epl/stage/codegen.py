@@ -18,9 +18,8 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,7 +30,10 @@ from epl.errors import RunError
 from epl.ir.graph import Argument, Op
 from epl.ir.text import argument_text
 
-__all__ = ["StageCode", "generate_code", "same_branch"]
+__all__ = ["SCRATCH", "StageCode", "autocast", "generate_code", "resolve", "same_branch"]
+
+
+SCRATCH = "recompute.scratch"  # its argument, but for a second run a copy of it
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,17 @@ class StageCode:
 
     def compile(self, functions: dict[str, Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
         """The function itself; ``functions`` are the callables that the graph names."""
+        again = _Again()
         space: dict[str, Any] = {
             "torch": torch,
             "no_grad": torch.no_grad,
-            "autocast": _autocast,
-            "recompute": partial(checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"),
+            "autocast": autocast,
+            "recompute": again.checkpoint,
+            SCRATCH.replace(".", "_"): again.scratch,
         }
         for name, target in self.targets:
-            space[name] = functions[target] if target in functions else resolve(target)
+            if target != SCRATCH:
+                space[name] = functions[target] if target in functions else resolve(target)
         # so that a traceback shows the generated line
         linecache.cache[self.file] = (len(self.source), None, self.source.splitlines(keepends=True), self.file)
         exec(compile(self.source, self.file, "exec"), space)
@@ -75,6 +80,36 @@ class StageCode:
         """The operator on a line of the source."""
         place = dict(self.lines).get(line)
         return None if place is None else self.ops[place]
+
+
+class _Again:
+    """Recompute segments of one stage, and whether one is being computed again just now."""
+
+    def __init__(self) -> None:
+        self._is_again = False
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a segment; keep its arguments, and run it again when backward needs what it has made."""
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+            context_fn=lambda: (nullcontext(), self._running_again()),
+        )
+
+    @contextmanager
+    def _running_again(self) -> Iterator[None]:
+        self._is_again = True
+        try:
+            yield
+        finally:
+            self._is_again = False
+
+    def scratch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it that the second run may change."""
+        return tensor.clone() if self._is_again else tensor
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -96,7 +131,7 @@ def same_branch(holds: bool, message: str) -> None:
 
 
 @contextmanager
-def _autocast(settings: str) -> Iterator[None]:
+def autocast(settings: str) -> Iterator[None]:
     """``cpu:bfloat16,cuda:``: on for one kind of device, and off for another."""
     with ExitStack() as stack:
         for setting in settings.split(","):

@@ -32,16 +32,30 @@ class Stage:
             other stages; outputs are values for other stages (role ``give.NAME``), then the step's parts.
         functions: What operators with targets such as ``exchange.*`` and ``form.*`` call.
         num_in_flight: Most micro-batches whose forward has run, and whose backward has not.
+        num_ranks: Devices that share out its work.
+        position: This rank's place among them.
+        name: Of the stage, for messages.
+        notes: What passes have to say, a line each.
     """
 
     graph: Graph
     functions: Mapping[str, Bindable] = field(default_factory=dict)
     num_in_flight: int = 1
+    num_ranks: int = 1
+    position: int = 0
+    name: str = "the stage"
+    notes: tuple[str, ...] = ()
 
     @property
     def results(self) -> tuple[str, ...]:
         """The values that its function returns, in order."""
         return tuple(output.value.name for output in self.graph.outputs if isinstance(output.value, Ref))
+
+    def static_bytes(self, state_factor: float) -> int:
+        """Weights, buffers, gradients, and ``state_factor`` bytes of optimizer states for each byte of a trained weight."""
+        trained = sum(leaf.type.size_bytes for leaf in self.graph.parameters if leaf.trainable)
+        held = sum(leaf.type.size_bytes for leaf in (*self.graph.parameters, *self.graph.buffers))
+        return int(held + trained * (1 + state_factor))
 
 
 def localize(
@@ -53,6 +67,7 @@ def localize(
     choice: SplitChoice | None = None,
     position: int = 0,
     num_in_flight: int = 1,
+    name: str = "the stage",
 ) -> Stage:
     """The stage of one rank.
 
@@ -64,6 +79,7 @@ def localize(
         choice: How its devices share out the work on one batch; None if this rank works alone.
         position: The rank's place among them.
         num_in_flight: Most micro-batches held at once.
+        name: Of the stage, for messages.
     """
     sharded = ShardedStage(stage_ops, {}, {}) if choice is None else shard_stage(graph, choice, stage_ops, position)
     made = {op.name for op in stage_ops}
@@ -104,7 +120,7 @@ def localize(
         tasks=graph.tasks,
         taken=taken,
     )
-    return Stage(here, sharded.functions, num_in_flight)
+    return Stage(here, sharded.functions, num_in_flight, ranks, position, name)
 
 
 def _renamed(output: Output, names: Mapping[str, str]) -> Output:
