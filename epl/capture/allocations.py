@@ -1,8 +1,8 @@
 """What torch.profiler notes of memory, as plain numbers in the order of time.
 
-The profiler's own tables add memory up by operator; a curve needs each allocation. They are its "[memory]" events, which it
-hands out by ``prof.profiler.kineto_results`` (no underscore, and no documentation: torch 1.8 and later) and in the exported
-Chrome trace, which takes a file and many times as long.
+The profiler's own tables add memory up by operator; a curve by purpose needs each allocation, and where it is. Both are in
+the tree of events that ``torch.profiler`` builds its memory timeline of: ``prof.profiler.kineto_results``, no underscore and
+no documentation, since torch 1.12. The public way is the exported Chrome trace, which takes a file and many times as long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Span", "memory_profile", "read_profile"]
+__all__ = ["Allocation", "Span", "memory_profile", "read_profile"]
+
+
+class Allocation(NamedTuple):
+    """Memory made, or given back if ``size_bytes`` is negative."""
+
+    time_ns: int
+    address: int
+    size_bytes: int
 
 
 class Span(NamedTuple):
@@ -27,16 +35,18 @@ def memory_profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-def read_profile(profiled: profile, prefix: str) -> tuple[list[tuple[int, int]], list[Span]]:
-    """(time in ns, bytes made or given back) of each allocation, and the blocks whose name starts with ``prefix``."""
-    results: Any = profiled.profiler
-    sizes: list[tuple[int, int]] = []
+def read_profile(profiled: profile, prefix: str) -> tuple[list[Allocation], list[Span]]:
+    """Each allocation, and the blocks whose name starts with ``prefix``, by time."""
+    profiler: Any = profiled.profiler
+    found: list[Allocation] = []
     spans: list[Span] = []
-    for event in results.kineto_results.events():
-        name = event.name()
-        if name == "[memory]":
-            sizes.append((event.start_ns(), event.nbytes()))
-        elif name.startswith(prefix):
-            spans.append(Span(name.removeprefix(prefix), event.start_ns(), event.start_ns() + event.duration_ns()))
-    # stable: of events of one moment, the order in which they were noted
-    return sorted(sizes, key=lambda size: size[0]), sorted(spans, key=lambda span: span.start_ns)
+    stack = list(profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag.name == "Allocation":
+            fields = event.extra_fields
+            found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name.startswith(prefix):
+            spans.append(Span(event.name.removeprefix(prefix), event.start_time_ns, event.end_time_ns))
+    return sorted(found), sorted(spans, key=lambda span: span.start_ns)

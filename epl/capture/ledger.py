@@ -122,10 +122,10 @@ class Ledger(TorchDispatchMode):
 
 
 def _stand_in(dtype: torch.dtype) -> bool | int | float:
-    """A value where there is none: 1 is a size, a count and a factor that most code can go on with."""
+    """A value where there is none: 1 is a size and a count, and a half no zero and no one, that most code can go on with."""
     if dtype is torch.bool:
         return True
-    return 1.0 if dtype.is_floating_point else 1
+    return 0.5 if dtype.is_floating_point else 1
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

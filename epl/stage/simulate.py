@@ -24,7 +24,7 @@ from epl.stage.workspaces import HUNGRY, find_workspaces
 
 __all__ = ["Change", "StageProfile", "changes_of", "simulate"]
 
-_NUMBERS: dict[str, Any] = {"bool": True, "int": 1, "float": 1.0}
+_NUMBERS: dict[str, Any] = {"bool": True, "int": 1, "float": 0.5}
 _ASSERTIONS = ("aten._assert_scalar.default", "aten._assert_async.msg", "aten._assert_tensor_metadata.default")
 _LOSSES = ("loss", "total")
 

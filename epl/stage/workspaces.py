@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from epl.capture.allocations import Span, memory_profile, read_profile
+from epl.capture.allocations import Allocation, Span, memory_profile, read_profile
 from epl.capture.ledger import Call, Like
 
 __all__ = ["HUNGRY", "find_workspaces"]
@@ -88,15 +88,15 @@ def _peaks(calls: list[Call]) -> dict[Call, int]:
             kwargs = {key: _made(value) for key, value in call.kwargs}
             with record_function(f"{_PREFIX}{number}"):
                 call.operator(*args, **kwargs)
-    sizes, spans = read_profile(profiled, _PREFIX)
-    return {calls[int(span.name)]: _peak(sizes, span) for span in spans}
+    allocations, spans = read_profile(profiled, _PREFIX)
+    return {calls[int(span.name)]: _peak(allocations, span) for span in spans}
 
 
-def _peak(sizes: list[tuple[int, int]], span: Span) -> int:
+def _peak(allocations: list[Allocation], span: Span) -> int:
     live = peak = 0
-    for time_ns, size_bytes in sizes:
-        if span.start_ns <= time_ns <= span.end_ns:
-            live += size_bytes
+    for allocation in allocations:
+        if span.start_ns <= allocation.time_ns <= span.end_ns:
+            live += allocation.size_bytes
             peak = max(peak, live)
     return peak
 

@@ -1,0 +1,338 @@
+"""Predict the memory of a rank over one step: the instructions of its program, with the profile of its stage.
+
+    profile of the stage (fakes), instructions, optimizer -> what comes and goes, one after another -> MemoryCurve
+
+This is the executor's and the reducer's work with sizes in place of tensors:
+
+- a forward pass leaves its activations until the backward pass of the same micro-batch;
+- what is received is there from the moment the receive is posted until the micro-batch is freed;
+- the first backward pass leaves gradients, a later one adds to them and drops its own; once reducing has started, a
+  gradient is copied into its bucket and dropped;
+- what is sent stays until the send is known to be over, which gloo tells at the end of the step only.
+
+The batch itself is the user's and is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from epl.ir.graph import Graph
+from epl.ir.types import TensorType
+from epl.planner.plan import Plan
+from epl.program.curve import MemoryCurve, Meter
+from epl.program.instructions import (
+    Backward,
+    FinishReduce,
+    Forward,
+    Free,
+    Instruction,
+    PostReceive,
+    Program,
+    Send,
+    StageProgram,
+    StartReduce,
+    Transfer,
+)
+from epl.program.lower import LoweredStage
+from epl.schedule import Action, Kind
+from epl.sharding.collectives import StandInRank
+from epl.sharding.placements import local_shape, parse_placement
+from epl.stage.simulate import Change, StageProfile, simulate
+
+__all__ = ["Holdings", "StageMemory", "Update", "bucket_bytes", "memory_of_stage", "predict", "weight_bytes"]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The memory of a stage for one kind of micro-batch.
+
+    Args:
+        program: What goes in and out.
+        profile: What its function takes.
+        paths: The paths in the model of its parameters, by their names in the graph.
+    """
+
+    program: StageProgram
+    profile: StageProfile
+    paths: Mapping[str, str]
+
+    @property
+    def gradients(self) -> frozenset[str]:
+        """Paths of the parameters that get a gradient."""
+        return frozenset(self.paths[name] for name in self.profile.gradients)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The memory of the optimizer's step.
+
+    Args:
+        before: Bytes of its states before the step.
+        changes: What comes and goes: ``optimizer`` (states) and ``temporary``.
+        problem: Why it is not known, if it is not.
+    """
+
+    before: int = 0
+    changes: tuple[Change, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a rank has throughout a step, and how it treats what it makes.
+
+    Args:
+        weights: Bytes of parameters, buffers and constants.
+        buckets: Bytes of the buckets that gradients are reduced in.
+        reduced: Paths of the parameters whose gradients are copied into them.
+        keeps_sends: True if a send is known to be over at the end of the step only.
+    """
+
+    weights: int
+    buckets: int = 0
+    reduced: frozenset[str] = frozenset()
+    keeps_sends: bool = True
+
+
+def weight_bytes(plan: Plan, rank: int) -> int:
+    """Bytes of the parameters and buffers that a rank holds."""
+    return sum(prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in _held(plan, rank))
+
+
+def bucket_bytes(plan: Plan, rank: int, reduced: frozenset[str]) -> int:
+    """Bytes of the buckets of these parameters: their gradients and a flag for each."""
+    return sum(
+        (prod(shape) + 1) * getattr(torch, dtype).itemsize
+        for path, shape, dtype in _held(plan, rank)
+        if path in reduced
+    )
+
+
+def _held(plan: Plan, rank: int) -> Iterable[tuple[str, tuple[int, ...], str]]:
+    """(path, shape, element type) of what the rank holds of each parameter and buffer."""
+    stage, replica, position = plan.place_of(rank)
+    num_ranks = len(plan.stages[stage].ranks[replica])
+    for entry in plan.parameters:
+        if stage in (entry.stages or (0,)):
+            yield (
+                entry.path,
+                local_shape(entry.shape, parse_placement(entry.placement), num_ranks, position),
+                entry.dtype,
+            )
+
+
+def memory_of_stage(
+    lowered: LoweredStage,
+    graph: Graph,
+    plan: Plan,
+    rank: int,
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    device: torch.device | None = None,
+) -> StageMemory:
+    """The memory of a rank's stage: its function run on fakes, with stand-ins for the ranks that it works with.
+
+    Args:
+        lowered: The stage.
+        graph: The graph that it is a part of.
+        plan: The plan.
+        rank: Whose stage.
+        functions: The captured callables.
+        device: Where it will run; None for the CPU.
+    """
+    program = lowered.program
+    stage, replica, position = plan.place_of(rank)
+    stand_in = StandInRank(position, len(plan.stages[stage].ranks[replica]))
+    bound = {target: function.bind(stand_in) for target, function in lowered.functions.items()}
+    arguments = (
+        *program.held,
+        *(graph.inputs[place].name for place in program.inputs),
+        *dict.fromkeys(transfer.value for transfer in program.takes),
+    )
+    flowing = {transfer.value for transfer in program.gradients_in}
+    profile = simulate(lowered.stage, lowered.code, arguments, {**functions, **bound}, device=device, flowing=flowing)
+    return StageMemory(program, profile, {leaf.name: leaf.path for leaf in graph.parameters})
+
+
+def predict(program: Program, micro_batches: Sequence[StageMemory], holdings: Holdings, update: Update) -> MemoryCurve:
+    """The memory of one training step on one rank.
+
+    Args:
+        program: The rank's instructions.
+        micro_batches: The memory of the stage for each micro-batch.
+        holdings: What is there throughout.
+        update: The optimizer's step.
+    """
+    rank = _Rank(micro_batches, holdings)
+    rank.meter.add("weights", holdings.weights)
+    rank.meter.add("communication", holdings.buckets)
+    rank.meter.add("optimizer", update.before)
+    for instruction in program.instructions:
+        rank.run(instruction)
+    rank.update(update)
+    problems = (memory.profile.problem for memory in micro_batches)
+    return rank.meter.curve(problem for problem in (*problems, update.problem) if problem)
+
+
+class _Rank:
+    """What the executor and the reducer hold, as sizes."""
+
+    def __init__(self, micro_batches: Sequence[StageMemory], holdings: Holdings) -> None:
+        self.meter = Meter()
+        self._micro_batches, self._holdings = micro_batches, holdings
+        self._posted: dict[Action, int] = {}
+        self._taken: dict[int, int] = {}  # what each micro-batch has received, and the gradients of that
+        self._gradients: dict[str, int] = {}  # what has been accumulated so far
+        self._sent = 0  # held until the end of the step
+        self._reducing = False
+        self._run: dict[type, Callable[[Any], None]] = {
+            PostReceive: self._post,
+            Forward: self._forward,
+            Backward: self._backward,
+            Send: self._send,
+            Free: self._free,
+            StartReduce: lambda _: self._start_reduce(),
+            FinishReduce: lambda _: self._finish_reduce(),
+        }
+
+    def run(self, instruction: Instruction) -> None:
+        self.meter.begin(str(instruction))
+        self._run[type(instruction)](instruction)
+
+    def _of(self, action: Action) -> StageMemory:
+        return self._micro_batches[action.micro_batch]
+
+    # -- what comes from other ranks ------------------------------------------------------------------------------
+
+    def _post(self, instruction: PostReceive) -> None:
+        size = sum(_size(transfer) for transfer in instruction.transfers)
+        self._posted[instruction.action] = size
+        self.meter.add("communication", size)
+
+    def _arrive(self, action: Action, transfers: Sequence[Transfer]) -> int:
+        """Put what has arrived together; gives the bytes of that."""
+        pieces = self._posted.pop(action, 0)
+        whole = {(transfer.value, transfer.stage): _whole(transfer) for transfer in transfers if transfer.part}
+        self.meter.add("communication", sum(whole.values()))
+        in_pieces = sum(_size(transfer) for transfer in transfers if transfer.part)
+        self.meter.add("communication", -in_pieces)
+        return pieces - in_pieces + sum(whole.values())
+
+    # -- forward and backward -------------------------------------------------------------------------------------
+
+    def _forward(self, instruction: Forward) -> None:
+        memory = self._of(instruction.action)
+        self._taken[instruction.action.micro_batch] = self._arrive(instruction.action, memory.program.takes)
+        for change in memory.profile.forward:
+            self._play(change)
+
+    def _backward(self, instruction: Backward) -> None:
+        memory, place = self._of(instruction.action), instruction.action.micro_batch
+        coming = memory.program.gradients_in
+        received = self._arrive(instruction.action, coming)
+        users = dict.fromkeys((transfer.value, transfer.stage) for transfer in coming)
+        values = [value for value, _ in users]
+        sizes = {transfer.value: _whole(transfer) for transfer in coming}
+        sums = sum(sizes[value] * (values.count(value) - 1) for value in dict.fromkeys(values))
+        self.meter.add("communication", sums)
+        for change in memory.profile.backward:
+            if change.kind == "gradient":
+                self._accumulate(memory.paths[change.name], change.size_bytes)
+            elif change.kind == "returned":
+                self._taken[place] = self._taken.get(place, 0) + change.size_bytes
+                self.meter.add("communication", change.size_bytes)
+            else:
+                self._play(change)
+        self.meter.add("communication", -received - sums)
+        self._keep_sent(memory)
+
+    def _play(self, change: Change) -> None:
+        if change.kind == "kernel":
+            self.meter.spike("temporaries", change.size_bytes)
+        else:
+            self.meter.add("activations" if change.kind == "activation" else "temporaries", change.size_bytes)
+
+    def _keep_sent(self, memory: StageMemory) -> None:
+        """What was given and is still being sent outlives the backward pass."""
+        if self._holdings.keeps_sends:
+            going = dict.fromkeys(transfer.value for transfer in memory.program.sends if not transfer.part)
+            kept = sum(memory.profile.given.get(value, 0) for value in going if value not in memory.profile.copied)
+            self._sent += kept
+            self.meter.add("communication", kept)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, path: str, size_bytes: int) -> None:
+        """A gradient is complete: it is the first, or is added to the one there is, or goes into its bucket."""
+        before = self._gradients.get(path)
+        if self._reducing and path in self._holdings.reduced:
+            self.meter.add("gradients", -self._gradients.pop(path, 0))
+        elif before is None:
+            self._gradients[path] = size_bytes
+            self.meter.add("gradients", size_bytes)
+
+    def _start_reduce(self) -> None:
+        self._reducing = True
+
+    def _finish_reduce(self) -> None:
+        for path in [path for path in self._gradients if path in self._holdings.reduced]:
+            self.meter.add("gradients", -self._gradients.pop(path))
+
+    # -- what goes to other ranks ---------------------------------------------------------------------------------
+
+    def _send(self, instruction: Send) -> None:
+        memory = self._of(instruction.action)
+        forward = instruction.action.kind is Kind.FORWARD
+        copied = [
+            transfer
+            for transfer in instruction.transfers
+            if transfer.part or (forward and transfer.value in memory.profile.copied)
+        ]
+        size = sum(_size(transfer) for transfer in copied)
+        self.meter.add("communication", size)
+        if self._holdings.keeps_sends:
+            self._sent += size
+        else:
+            self.meter.add("communication", -size)
+
+    def _free(self, instruction: Free) -> None:
+        place = instruction.action.micro_batch
+        memory = self._of(instruction.action)
+        taken = self._taken.pop(place, 0)
+        if instruction.action.kind is Kind.FORWARD:  # there was no backward pass to drop what forward has left
+            for change in memory.profile.backward:
+                self._play(change)
+            self._keep_sent(memory)
+        elif self._holdings.keeps_sends:
+            returned = sum(change.size_bytes for change in memory.profile.backward if change.kind == "returned")
+            self._sent += returned
+            taken -= returned
+        self.meter.add("communication", -taken)
+
+    def update(self, update: Update) -> None:
+        """After the last instruction: all sends are over, and the optimizer takes its step."""
+        self.meter.begin("sends end")
+        self.meter.add("communication", -self._sent)
+        self.meter.begin("optimizer")
+        for change in update.changes:
+            if change.kind == "optimizer":
+                self.meter.add("optimizer", change.size_bytes)
+            else:
+                self._play(change)
+
+
+def _size(transfer: Transfer) -> int:
+    return transfer.type.size_bytes if isinstance(transfer.type, TensorType) else 8
+
+
+def _whole(transfer: Transfer) -> int:
+    """Of what a transfer is a piece of."""
+    if not transfer.part or not isinstance(transfer.type, TensorType):
+        return _size(transfer)
+    return prod(transfer.held) * transfer.type.dtype.itemsize
