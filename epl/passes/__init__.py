@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from epl.ir.verify import verify
+from epl.passes.chunked_loss import chunk_losses
 from epl.passes.recompute import recompute
 from epl.planner.plan import Plan
 from epl.stage.stage import Stage
@@ -16,7 +17,7 @@ __all__ = ["PASSES", "apply_passes"]
 
 Pass = Callable[[Stage, Plan], Stage]
 
-PASSES: tuple[Pass, ...] = (recompute,)
+PASSES: tuple[Pass, ...] = (chunk_losses, recompute)
 
 
 def apply_passes(stage: Stage, plan: Plan) -> Stage:

@@ -29,6 +29,7 @@ from epl.planner.plan import Plan
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.instructions import Transfer
 from epl.program.lower import LoweredStage, lower_stage
+from epl.sharding.collectives import LonelyRank
 from tests.parity import assert_close
 
 __all__ = ["Lowered", "Ran", "check_lowered", "check_parity", "lower", "lower_captured", "run_stages"]
@@ -116,7 +117,8 @@ class _StageRun:
         for transfer in program.takes:
             value = _travelled(sent[transfer.value], transfer.type)
             self.taken[transfer.value] = value.requires_grad_() if transfer.needs_grad else value
-        function = self.stage.code.compile(self.lowered.captured.functions)
+        alone = {target: function.bind(LonelyRank()) for target, function in self.stage.functions.items()}
+        function = self.stage.code.compile(self.lowered.captured.functions | alone)
         inputs = [tensors[place] for place in program.inputs]
         results = function(*_held(self.lowered, program.held), *inputs, *self.taken.values(), reseed)
         self.given = dict(zip(program.gives, results, strict=False))
