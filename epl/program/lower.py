@@ -40,7 +40,7 @@ from epl.sharding.pieces import Piece, Side, pieces_between
 from epl.stage.codegen import StageCode, generate_code
 from epl.stage.stage import Stage, localize
 
-__all__ = ["LoweredStage", "lower_stage", "lower_step"]
+__all__ = ["LoweredStage", "lower_stage", "lower_step", "stage_notes"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ def lower_stage(
     )
     local = apply_passes(local, plan)
     return LoweredStage(program, local, generate_code(program.name, local.graph.ops, arguments, local.results))
+
+
+def stage_notes(graph: Graph, plan: Plan, splits: Mapping[int, SplitChoice] | None = None) -> tuple[str, ...]:
+    """What the passes have to say about the first rank of each stage; arguments and errors as of `lower_stage`."""
+    firsts = (stage.ranks[0][0] for stage in plan.stages)
+    return tuple(note for rank in firsts for note in lower_stage(graph, plan, rank, splits=splits).stage.notes)
 
 
 def _needs_backward(graph: Graph, crossing: Sequence[Crossing], stage: int, taken: tuple[str, ...]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.guards import GuardCode, guard_of
-from epl.program.lower import lower_stage
+from epl.program.lower import lower_stage, stage_notes
 from epl.runtime.agree import digest
 from epl.runtime.executor import BoundStage
 from epl.sharding.collectives import Collectives
@@ -62,11 +62,16 @@ class Variant:
     splits: Mapping[int, SplitChoice] = field(default_factory=dict)
     bound: BoundStage | None = None
 
-    def make_plan(self, cluster: Cluster, config: Config) -> Plan:
-        """The plan for this graph; what was chosen for it on the way is kept, so that it need not be chosen again."""
+    def make_plan(self, cluster: Cluster, config: Config, state_factor: float) -> Plan:
+        """The plan for this graph; what was chosen for it on the way is kept, so that it need not be chosen again.
+
+        ``state_factor`` is in bytes of optimizer states for each byte of a trained weight.
+        """
         is_opaque = self.captured.is_opaque
         self.splits = choose_splits(self.graph, cluster, config, is_opaque=is_opaque)
-        return make_plan(self.graph, cluster, config, is_opaque=is_opaque, splits=self.splits)
+        plan = make_plan(self.graph, cluster, config, is_opaque=is_opaque, splits=self.splits)
+        plan = replace(plan, state_factor=state_factor)
+        return replace(plan, notes=(*plan.notes, *stage_notes(self.graph, plan, self.splits)))
 
 
 class Catalog:
@@ -110,6 +115,10 @@ class Catalog:
         if len(variants) == _MANY:
             _warn_of_many(variants[-1])
         return variants[-1]
+
+    def first(self, kind: str) -> Variant | None:
+        """The graph of the first micro-batch of this kind, if there has been one."""
+        return next((variants[0] for key, variants in self._variants.items() if key[0] == kind), None)
 
     def _capture(self, kind: str, batch: Flat) -> Variant:
         step = output_step() if kind == "output" else loss_step(self._loss_fn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from epl.runtime.catalog import Catalog
 from epl.runtime.clip import clip_grad_norm
 from epl.runtime.data import guess_num_replicas
 from epl.runtime.logs import settings_lines, write_plan
+from epl.runtime.memory import MemoryReport, Subject, report_memory
 from epl.runtime.model import ParallelModel, in_eval_mode
-from epl.runtime.optimizers import fit_optimizers, refuse_optimizers
+from epl.runtime.optimizers import fit_optimizers, refuse_optimizers, state_factor
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
 from epl.runtime.state import (
@@ -44,16 +44,7 @@ from epl.runtime.state import (
     whole_shapes,
 )
 from epl.runtime.trace import StepTrace, recording
-from epl.runtime.verify import (
-    Report,
-    Setting,
-    buffers_kept,
-    compare,
-    gather_batches,
-    plain_step,
-    small_part,
-    stale_weights,
-)
+from epl.runtime.verify import Report, Trial, small_part, verify_step
 from epl.runtime.world import World
 
 __all__ = ["Engine"]
@@ -159,7 +150,7 @@ class Engine:
             raise RunError("the first batch is empty; a plan needs at least one sample")
         piece = flat._replace(tensors=take(flat.tensors, size, parts[0]))
         variant = self._catalog.find(kind, self._catalog.model_key(), piece)
-        return variant.make_plan(self._cluster, self._config)
+        return variant.make_plan(self._cluster, self._config, state_factor(self._optimizers))
 
     def share_of_data(self, example: Callable[[int], Any]) -> tuple[int, int]:
         """(this rank's replica, number of replicas); makes the plan if there is none yet.
@@ -348,28 +339,8 @@ class Engine:
     def _report(self, batch: Any, tolerance: float | None) -> Report:
         self.prepare(batch)
         self._together("verify")
-        runner, world = self._prepared, self._world
-        earlier, step = take_gradients(self._parameters), runner.step
-        with buffers_kept(self._model):
-            weights = gather_state(world, self._model, self.plan)
-            stale = stale_weights(world, self._model, self.plan)
-            batches = gather_batches(world, self.plan, batch)
-            ran = self._run_training(batch)
-            gradients = self.gradients()
-        runner.step = step
-        self.zero_grad()
-        add_gradients(self._parameters, earlier)
-
-        def make_report() -> Report | None:
-            if world.rank != 0:
-                return None
-            whole = {path: tensor for path, tensor in weights.items() if tensor is not None}
-            setting = Setting(world, self.plan, ran.graph, runner.base_seed, step)
-            reference = plain_step(self._model, self._loss_fn, whole, batches, setting)
-            report = compare(reference, ran.loss, gradients, self.plan, tolerance)
-            return replace(report, differences=(*stale, *report.differences))
-
-        return world.gather(all_succeed(world, make_report))[0]
+        trial = Trial(self._prepared, self._model, self._loss_fn, self._run_training, self.gradients)
+        return verify_step(trial, batch, tolerance)
 
     def _verify_first(self, batch: Any) -> None:
         """What ``debug.verify`` and ``debug.verify_only`` ask for at the first training step."""
@@ -380,6 +351,26 @@ class Engine:
         if self._world.rank == 0:
             print(report, flush=True)
         raise SystemExit(1 if report.faults else 0)
+
+    def memory_report(self, batch: Any = None, path: str | None = None) -> MemoryReport:
+        """Where each rank's memory goes in a training step, at its peak and over time; all ranks call it together.
+
+        Args:
+            batch: None for the prediction, of a step like the last one or like the plan's. With this replica's batch, ONE
+                REAL TRAINING STEP is run, as `train_step` does, and measured: weights and optimizer states change.
+            path: Rank 0 draws the report there (``.png``).
+
+        Returns:
+            The report of all ranks: ``print`` shows the table, ``plot`` draws it.
+
+        Raises:
+            RunError: a rank has failed, or no training batch is known yet.
+        """
+        if batch is not None:
+            self.prepare(batch)
+        subject = Subject(self._world, self._prepared, self._model, self._optimizers, self.train_step)
+        self._together("memory_report")
+        return report_memory(subject, batch, path)
 
     def trace(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Record what every rank does inside ``with engine.trace(path):`` and write it when the block ends.

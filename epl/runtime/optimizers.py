@@ -12,7 +12,7 @@ from epl.errors import StrategyError
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.state import own_part
 
-__all__ = ["fit_optimizers", "refuse_optimizers"]
+__all__ = ["fit_optimizers", "refuse_optimizers", "state_factor"]
 
 # Their update of an element depends on other elements of the weight: on norms, rows, columns or the whole matrix.
 _NEED_WHOLE_WEIGHTS = ("Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP")
@@ -31,6 +31,30 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             f"{wrong[0]} looks at a whole weight to change any element of it, and under split each rank holds a part. Use "
             "an optimizer that works element by element (SGD, Adam, AdamW, ...), or replicate."
         )
+
+
+def state_factor(optimizers: Sequence[Optimizer]) -> float:
+    """Bytes of optimizer states for each byte of a trained weight: seen on one small weight for each optimizer.
+
+    An optimizer that cannot be tried so is taken for Adam, which keeps two moments.
+    """
+    sizes, weights = 0.0, 0
+    for optimizer in optimizers:
+        held = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        sizes, weights = sizes + held * _factor(optimizer), weights + held
+    return sizes / weights if weights else 0.0
+
+
+def _factor(optimizer: Optimizer) -> float:
+    weight = nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        like = type(optimizer)([weight], **optimizer.defaults)
+        like.step()
+    except Exception:  # the user's own class, of another form
+        return 2.0
+    kept = [value for value in like.state[weight].values() if isinstance(value, torch.Tensor)]
+    return sum(value.nbytes for value in kept if value.numel() > 1) / weight.nbytes
 
 
 def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan, rank: int) -> None:

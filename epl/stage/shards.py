@@ -116,7 +116,8 @@ class _Writer:
         name, target = f"{ref}_to_{number}", f"exchange.{_label(conversion)}_{number}"
         self.functions[target] = Exchange(conversion, kind.sizes)
         local = self._local(kind, conversion.value.target)
-        self.ops.append(Op(name, local, target, (Ref(ref),), task=op.task, segment=op.segment, grad=op.grad))
+        views = (ref,) if conversion.value.kind == "nothing" else ()
+        self.ops.append(Op(name, local, target, (Ref(ref),), task=op.task, segment=op.segment, grad=op.grad, views=views))
         return name
 
     def _as_form(self, op: Op, call: Call, option: Option) -> Op:
@@ -172,7 +173,14 @@ def _with_refs(op: Op, call: Call, refs: list[tuple[str, str]]) -> Op:
     }
     names = list(call.arguments)
     args = tuple(renamed[names[place]] for place in range(len(op.args)))
-    return replace(op, args=args, kwargs=tuple((key, renamed[key]) for key, _ in op.kwargs))
+    now = {old: new for (_, old), (_, new) in zip(call.refs, refs, strict=True)}
+    return replace(
+        op,
+        args=args,
+        kwargs=tuple((key, renamed[key]) for key, _ in op.kwargs),
+        writes=tuple(now.get(name, name) for name in op.writes),
+        views=tuple(now.get(name, name) for name in op.views),
+    )
 
 
 def _next(queues: Mapping[str, Iterator[str]], name: str, ref: str, call: Call) -> Ref:

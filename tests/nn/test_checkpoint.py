@@ -67,7 +67,7 @@ def test_a_copy_is_marked_too_and_is_its_own(copied: Callable[[nn.Module], nn.Mo
     other = copied(block)
     assert isinstance(other, Block)
     assert type(other).__name__ == "Block"
-    with pytest.raises(StrategyError, match="marked with epl.checkpoint already"):
+    with pytest.raises(StrategyError, match=r"marked with epl\.checkpoint already"):
         epl.checkpoint(other)
     assert other.state_dict().keys() == block.state_dict().keys()
     nn.init.zeros_(other.up.weight)

@@ -1,0 +1,121 @@
+"""Computing activations again changes no number, whatever the plan; what is drawn at random is drawn again.
+
+A mistake shows as a gradient that differs: another mask, a statistic counted twice, a collective that one rank repeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import epl
+from epl.errors import ConfigError, PlanError, StrategyError
+from tests.marks import slow
+from tests.parity import make_optimizer
+from tests.ranks import launch
+from tests.runtime.training import Job, build, check_parity, share_of
+from tests.zoo import CASES
+
+AUTO = {"gradient_checkpoint.type": "auto", "gradient_checkpoint.extra_compute": 1.0}
+
+
+def quick(*names: str) -> list[Any]:
+    """These models, and all others for ``make test-all``."""
+    return [*names, *slow(*(name for name in CASES if name not in (*names, "bart")))]
+
+
+@pytest.mark.parametrize("name", quick("gpt2"))
+def test_accumulation_with_recompute_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=1, micro_batches=3, size=7, config=AUTO))
+
+
+@pytest.mark.parametrize("name", quick("resnet", "mixtral"))
+def test_data_parallelism_with_recompute_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=2, config=AUTO))
+
+
+@pytest.mark.parametrize("name", ["t5", *slow("bert", "gpt2", "unet", "tied", "resnet", "llama")])
+def test_a_pipeline_inside_data_parallelism_with_recompute_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, num_stages=2, micro_batches=2, config=AUTO))
+
+
+@pytest.mark.parametrize("name", ["bert", *slow("gpt2", "llama", "t5", "mixtral", "vit", "resnet", "unet")])
+def test_split_with_recompute_equals_one_process(name: str) -> None:
+    check_parity(Job(name, world=2, split=2, config=AUTO))
+
+
+@pytest.mark.parametrize("name", slow("bert", "gpt2", "t5"))
+def test_split_and_pipeline_with_recompute_equal_one_process(name: str) -> None:
+    check_parity(Job(name, world=4, num_stages=2, split=2, micro_batches=2, config=AUTO))
+
+
+def step_with_dropout(rank: int, job: Job) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of one step with dropout, and how many segments the plan speaks of."""
+    settings = {"pipeline.num_micro_batch": job.micro_batches, "run.print_plan": False, **job.config}
+    epl.init(epl.Config(settings))
+    torch.manual_seed(5)
+    model = build(job)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    engine = epl.parallelize(model, make_optimizer(model), loss_fn=CASES[job.case].loss_fn)
+    batch = job.batches()[0]
+    engine.prepare(share_of(batch, 0, job.num_replicas))
+    engine.forward_backward(share_of(batch, engine.plan.place_of(rank)[1], job.num_replicas))
+    notes = [note for note in engine.plan.notes if "again in backward" in note]
+    found = engine.gradients()
+    return {name: value for name, value in found.items() if value is not None}, len(notes)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("bert", world=2, num_stages=2, micro_batches=2),
+        Job("t5", world=2, split=2, micro_batches=2),
+        pytest.param(Job("gpt2", world=2, micro_batches=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda job: f"{job.case}-{job.num_stages}-{job.split}",
+)
+def test_masks_of_dropout_are_drawn_again(job: Job) -> None:
+    plain = launch(job.world, step_with_dropout, job)
+    again = launch(job.world, step_with_dropout, replace(job, config=AUTO))
+    for (gradients, none), (same, some) in zip(plain, again, strict=True):
+        assert none == 0
+        assert some == job.num_stages
+        assert gradients.keys() == same.keys()
+        assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def prepare(case: str, **settings: Any) -> epl.Plan:
+    epl.init(
+        epl.Config({"run.print_plan": False, **{key.replace("__", "."): value for key, value in settings.items()}})
+    )
+    model = CASES[case].build(torch.float64)
+    engine = epl.parallelize(model, make_optimizer(model), loss_fn=CASES[case].loss_fn)
+    return engine.prepare(CASES[case].batch(8, dtype=torch.float64))
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_least_that_can() -> None:
+    with pytest.raises(PlanError, match=r"memory_budget is 97\.7 KiB, and a rank of stage 0 needs at least .* KiB"):
+        prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget="100KB")
+
+
+def test_collection_without_anything_marked_is_refused() -> None:
+    with pytest.raises(StrategyError, match="nothing in the model is marked"):
+        prepare("bert", gradient_checkpoint__type="collection")
+
+
+def test_settings_that_only_auto_reads_are_refused_without_it() -> None:
+    with pytest.raises(ConfigError, match=r"memory_budget: for .*type='auto'.* the type is ''"):
+        prepare("bert", gradient_checkpoint__memory_budget="1GiB")
+
+
+def test_auto_says_what_it_comes_to() -> None:
+    (note,) = [note for note in prepare("bert", gradient_checkpoint__type="auto").notes if "again" in note]
+    assert note.startswith("stage 0 computes")
