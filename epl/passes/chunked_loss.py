@@ -1,7 +1,7 @@
 """The pass "losses in chunks": a last linear layer and its cross entropy become one operator that has few logits at a time.
 
     linear = aten.linear(x, weight)                    view_rows = aten.reshape(x, (-1, features))
-    view = aten.view(linear, (-1, classes))      ->    loss = chunked.cross_entropy(view_rows, weight, None, target, None)
+    view = aten.view(linear, (-1, classes))      ->    loss = loss.chunked(view_rows, weight, None, target, None)
     loss = aten.cross_entropy_loss(view, target)
 
 Whether that saves memory is estimated from shapes alone, those of all ranks together where devices share out the classes:
@@ -10,7 +10,7 @@ they meet once for each chunk, so all of them must come to the same number of ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -36,7 +36,7 @@ MIN_SAVED_SHARE = 0.2
 
 
 def chunk_losses(stage: Stage, plan: Plan) -> Stage:
-    """The stage with its cross entropies in chunks, where the plan wants that.
+    """The stage with its cross entropies in chunks, where the plan wants that; notes say where, and where it cannot be.
 
     Raises:
         PlanError: the plan wants it wherever it can be done, and the stage's loss cannot.
@@ -46,21 +46,22 @@ def chunk_losses(stage: Stage, plan: Plan) -> Stage:
     found = list(find_heads(stage))
     heads = [head for head in found if isinstance(head, Head)]
     if plan.chunked_loss == "on" and not heads and _has_loss(stage):
-        raise PlanError(_refused([head for head in found if isinstance(head, Refusal)]))
+        raise PlanError(_refused(stage, [head for head in found if isinstance(head, Refusal)]))
+    notes = [f"{stage.name}: {line}" for line in why_not(stage)]
     for head in heads:
         sizes = _sizes(stage, plan, head)
         if plan.chunked_loss == "on" or sizes.is_worth_it:
             stage = rewrite(stage, head, _operator(stage, head, sizes))
-    return stage
+            notes.append(f"{stage.name}: {head.loss.name} {sizes}")
+    return replace(stage, notes=(*stage.notes, *notes))
 
 
 def why_not(stage: Stage) -> list[str]:
     """A line for each large cross entropy whose logits are there as a whole because it cannot be done otherwise."""
     return [
-        f"{_place(refusal.loss)}, of logits of {size_text(_logits_bytes(stage, refusal.loss))}, is not in chunks: "
-        f"{refusal.why}"
+        f"{_place(refusal.loss)} is not computed in chunks, and its logits are {size_text(size_bytes)}: {refusal.why}"
         for refusal in find_heads(stage)
-        if isinstance(refusal, Refusal) and _logits_bytes(stage, refusal.loss) >= MIN_SAVED_BYTES
+        if isinstance(refusal, Refusal) and (size_bytes := _logits_bytes(stage, refusal.loss)) >= MIN_SAVED_BYTES
     ]
 
 
@@ -68,11 +69,11 @@ def _has_loss(stage: Stage) -> bool:
     return any(output.role in ("loss", "total") for output in stage.graph.outputs)
 
 
-def _refused(refusals: list[Refusal]) -> str:
+def _refused(stage: Stage, refusals: list[Refusal]) -> str:
     lines = [f"{_place(refusal.loss)}: {refusal.why}" for refusal in refusals]
     return bulleted(
-        "loss.chunked is on, and no loss of this stage can be computed in chunks; set it to auto or off, or mend this:",
-        lines or ["the stage that computes the loss has no cross entropy"],
+        f"loss.chunked is on, and no loss of {stage.name} can be computed in chunks; set it to auto or off, or mend this:",
+        lines or ["it has no cross entropy"],
     )
 
 
@@ -126,6 +127,13 @@ class _Sizes:
         chunked = gradients + (self.kept_rows + 1) * self.chunk_rows * self.row_bytes
         return max(chunked, 2 * self.rows * self.row_bytes) if self.is_whole_too else chunked
 
+    def __str__(self) -> str:
+        where = "forward" if self.in_forward else "backward"
+        return (
+            f"in chunks of {self.chunk_rows:,} of {self.rows:,} rows, with gradients made in {where}: at the peak "
+            f"{size_text(self.plain_bytes)} -> {size_text(self.chunked_bytes)}"
+        )
+
     @property
     def is_worth_it(self) -> bool:
         saved = self.plain_bytes - self.chunked_bytes
@@ -137,7 +145,8 @@ def _sizes(stage: Stage, plan: Plan, head: Head) -> _Sizes:
     logits, weight, x = (_tensor(stage, name) for name in (head.ref, head.weight, head.x))
     dim = min(1, len(logits.shape) - 1)
     rows = prod(size for place, size in enumerate(logits.sizes) if place != dim)
-    num_classes, features = -(-_all_classes(head, logits.sizes[dim]) // _num_ranks(plan, head)), x.sizes[-1]
+    num_ranks = stage.num_ranks if _cuts_classes(head) else 1
+    num_classes, features = -(-_all_classes(head, logits.sizes[dim]) // num_ranks), x.sizes[-1]
     row_bytes = num_classes * max(4, logits.dtype.itemsize)
     of_weight = num_classes * features * max(4, weight.dtype.itemsize) if head.weight in graph.needs_grad else 0
     of_rows = rows * features * x.dtype.itemsize if head.x in graph.needs_grad else 0
@@ -188,17 +197,13 @@ def _all_classes(head: Head, own: int) -> int:
     return shape[min(1, len(shape) - 1)]
 
 
-def _num_ranks(plan: Plan, head: Head) -> int:
-    """Ranks that share out the classes."""
-    counts = [stage.device_count for stage in plan.stages if head.loss.task in stage.taskgraphs]
-    return counts[0] if counts and _cuts_classes(head) else 1
-
-
 def _operator(stage: Stage, head: Head, sizes: _Sizes) -> ChunkedLoss:
     logits, result = _tensor(stage, head.ref), _tensor(stage, head.loss.name)
     given = head.arguments
     reduction, ignored, smoothing = given["reduction"], given["ignore_index"], given.get("label_smoothing", 0.0)
-    assert isinstance(reduction, int) and isinstance(ignored, int) and isinstance(smoothing, (int, float))
+    assert isinstance(reduction, int)
+    assert isinstance(ignored, int)
+    assert isinstance(smoothing, (int, float))
     return ChunkedLoss(
         rows=sizes.chunk_rows,
         dtype=_tensor(stage, head.linear.name).dtype,

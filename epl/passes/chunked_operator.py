@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's results, a few rows of logits at a time: neither they nor their gradient are ever whole.
+"""Cross entropy of a linear layer, a few rows of logits at a time: neither they nor their gradient are ever there whole.
 
 With logits z = f(x W' + b) of classes c, target t, class weights w (1 if there are none), m = max_c z and
 Z = sum_c exp(z - m), label smoothing e and C classes, the loss of a row is
@@ -114,7 +114,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         given = upstream[0]
         if given is None or not any(ctx.needs):
             return (None,) * 8
@@ -156,8 +156,8 @@ class _Call:
         self.place = target - start
         self.own: Tensor | None = None  # rows whose target is among this rank's classes
         if loss.cut is not None:
-            self.own = (self.place >= 0) & (self.place < self.matrix.shape[0])
-            self.place = self.place.masked_fill(~self.own, 0)
+            own = (self.place >= 0) & (self.place < self.matrix.shape[0])
+            self.own, self.place = own, self.place.masked_fill(~own, 0)
         # weights of this rank's classes, and their sum over all
         self.spread = self.x.new_ones(self.matrix.shape[0], dtype=wide) if loss.smoothing else None
         self.all_spread: Any = loss.num_classes

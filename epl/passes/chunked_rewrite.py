@@ -117,7 +117,7 @@ class _Rewriter:
         flat = self._flat(like, target.name, 1)
         args = (Ref(self._flat(like, rows, 2)), Ref(head.weight), bias, Ref(flat), class_weight)
         numbers = range(len(self.functions) + 1)
-        name = next(name for i in numbers if (name := f"chunked.cross_entropy_{i}") not in self.functions)
+        name = next(name for i in numbers if (name := f"loss.chunked_{i}") not in self.functions)
         self.functions[name] = self.operator
         self._results(replace(like, target=name, args=args), self._type(flat).shape)
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
-
 from epl.ir.graph import Argument, Graph, Op, Ref
 from epl.ir.types import TensorType
 from epl.passes.chunked_operator import Map
