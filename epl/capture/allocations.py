@@ -1,8 +1,8 @@
 """What torch.profiler notes of memory, as plain numbers in the order of time.
 
 The profiler's own tables add memory up by operator; a curve by purpose needs each allocation, and where it is. Both are in
-the tree of events that ``torch.profiler`` builds its memory timeline of: ``prof.profiler.kineto_results``, no underscore and
-no documentation, since torch 1.12. The public way is the exported Chrome trace, which takes a file and many times as long.
+the tree of events that torch.profiler builds its memory timeline of, ``prof.profiler.kineto_results``: since torch 1.12,
+without documentation. The public way is the exported Chrome trace: a file, and many times as long.
 """
 
 from __future__ import annotations

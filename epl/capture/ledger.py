@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _stand_in(dtype: torch.dtype) -> bool | int | float:
-    """A value where there is none: 1 is a size and a count, and a half no zero and no one, that most code can go on with."""
+    """A value where there is none, that most code can go on with: 1 is a size and a count; a half is no 0 and no 1."""
     if dtype is torch.bool:
         return True
     return 0.5 if dtype.is_floating_point else 1

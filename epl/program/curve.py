@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,6 +64,11 @@ class Meter:
     _samples: list[Sample] = field(default_factory=list)
     _now: list[Sample] = field(default_factory=list)
     _instruction: str = ""
+
+    @staticmethod
+    def starting_with(sizes: Mapping[str, int]) -> Meter:
+        """A meter at the start of a step, with what is there before it."""
+        return Meter({category: sizes.get(category, 0) for category in CATEGORIES})
 
     def begin(self, instruction: str) -> None:
         """What follows happens in this instruction."""

@@ -169,10 +169,8 @@ def predict(program: Program, micro_batches: Sequence[StageMemory], holdings: Ho
         holdings: What is there throughout.
         update: The optimizer's step.
     """
-    rank = _Rank(micro_batches, holdings)
-    rank.meter.add("weights", holdings.weights)
-    rank.meter.add("communication", holdings.buckets)
-    rank.meter.add("optimizer", update.before)
+    start = {"weights": holdings.weights, "communication": holdings.buckets, "optimizer": update.before}
+    rank = _Rank(micro_batches, holdings, Meter.starting_with(start))
     for instruction in program.instructions:
         rank.run(instruction)
     rank.update(update)
@@ -183,8 +181,8 @@ def predict(program: Program, micro_batches: Sequence[StageMemory], holdings: Ho
 class _Rank:
     """What the executor and the reducer hold, as sizes."""
 
-    def __init__(self, micro_batches: Sequence[StageMemory], holdings: Holdings) -> None:
-        self.meter = Meter()
+    def __init__(self, micro_batches: Sequence[StageMemory], holdings: Holdings, meter: Meter) -> None:
+        self.meter = meter
         self._micro_batches, self._holdings = micro_batches, holdings
         self._posted: dict[Action, int] = {}
         self._taken: dict[int, int] = {}  # what each micro-batch has received, and the gradients of that

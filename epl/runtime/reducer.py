@@ -84,6 +84,16 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters whose gradients end in buckets."""
+        return frozenset(name for bucket in self._buckets for name in bucket.names)
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """The memory of each bucket."""
+        return tuple(bucket.flat for bucket in self._buckets)
+
     # -- buckets ------------------------------------------------------------------------------------------------
 
     def _add_group(self, group: ReduceGroup, max_buckets: int) -> None:

@@ -246,8 +246,8 @@ class Runner:
         key = (kind, tuple(map(id, stages)))
         if key not in self._programs:
             make = generate if kind == "train" else lambda _, s, m: forward_only(s, m)
-            actions = make(self.plan.schedule, self.plan.num_stages, len(stages))[self.stage]
-            self._programs[key] = lower_step(self.plan, self.world.rank, actions, stages, train=kind == "train")
+            schedule = make(self.plan.schedule, self.plan.num_stages, len(stages))
+            self._programs[key] = lower_step(self.plan, self.world.rank, schedule, stages, train=kind == "train")
         return self._programs[key]
 
     def _results(
@@ -271,6 +271,24 @@ class Runner:
     def bound(self, variant: Variant) -> BoundStage:
         """This rank's stage of a graph."""
         return self._catalog.bind(variant, self.plan, self.world.rank, self._collectives)
+
+    def training_parts(self, batch: Any | None) -> tuple[list[Variant], Program]:
+        """The graph of each micro-batch of a training step, and this rank's instructions.
+
+        Args:
+            batch: This replica's batch; None for micro-batches like that of the last step, or of the plan.
+
+        Raises:
+            RunError: no training step is known yet.
+        """
+        if batch is not None:
+            variants = [part.variant for part in self._parts("train", self.on_device(flatten(batch)))]
+        else:
+            known = self._last.get("train") or (self._catalog.first("train") if self.plan.num_shares == 1 else None)
+            if known is None:
+                raise RunError("there has been no training batch yet; pass one: engine.memory_report(batch)")
+            variants = [known] * self.plan.num_micro_batches
+        return variants, self._program("train", [self.bound(variant).program for variant in variants])
 
     @property
     def changes_buffers(self) -> bool:

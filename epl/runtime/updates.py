@@ -1,7 +1,7 @@
 """The memory of the optimizers' step: the user's own optimizer, run on fake tensors with a ledger.
 
-A table of formulas would know torch's optimizers of today; the optimizer itself knows what it keeps and what it makes on the
-way. Two steps are run: the first makes its states, a later one finds them.
+A table of formulas would know torch's optimizers of today; the optimizer itself knows what it keeps and what it makes on
+the way. Two steps are run: the first makes its states, a later one finds them.
 """
 
 from __future__ import annotations

@@ -23,10 +23,14 @@ from epl.errors import VerifyError
 from epl.ir.graph import Graph
 from epl.loss import LossFunction, loss_step
 from epl.planner.plan import Plan
+from epl.runtime.agree import all_succeed
+from epl.runtime.results import Merged
 from epl.runtime.rng import generator_kept, reseeder
+from epl.runtime.runner import Runner
+from epl.runtime.state import add_gradients, gather_state, take_gradients
 from epl.runtime.world import World
 
-__all__ = ["Difference", "Reference", "Report", "compare", "plain_step", "stale_weights"]
+__all__ = ["Difference", "Reference", "Report", "Trial", "compare", "plain_step", "small_part", "verify_step"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _BY_PARTS = ("aten.batch_norm.", "aten.instance_norm.")
@@ -87,6 +91,53 @@ class Report:
                 f"{first.name} (relative error {first.error:.1e}{', ' + first.note if first.note else ''})\n{self}"
             )
         return self
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The step that is compared: who runs it, on what, and how.
+
+    Args:
+        runner: Runs it under its plan.
+        model: The model.
+        loss_fn: As in ``epl.parallelize``.
+        run: Forward and backward on a batch.
+        gradients: Every gradient, whole, on every rank.
+    """
+
+    runner: Runner
+    model: nn.Module
+    loss_fn: LossFunction | None
+    run: Callable[[Any], Merged]
+    gradients: Callable[[], dict[str, torch.Tensor | None]]
+
+
+def verify_step(trial: Trial, batch: Any, tolerance: float | None) -> Report:
+    """Run a step and compare; weights, gradients, buffers and random numbers are as before. All ranks call it together."""
+    runner, model = trial.runner, trial.model
+    world, plan, parameters = runner.world, runner.plan, list(model.parameters())
+    earlier, step = take_gradients(parameters), runner.step
+    with buffers_kept(model):
+        weights = gather_state(world, model, plan)
+        stale = stale_weights(world, model, plan)
+        batches = gather_batches(world, plan, batch)
+        ran = trial.run(batch)
+        gradients = trial.gradients()
+    runner.step = step
+    for parameter in parameters:
+        parameter.grad = None
+    add_gradients(parameters, earlier)
+
+    def make_report() -> Report | None:
+        if world.rank != 0:
+            return None
+        whole = {path: tensor for path, tensor in weights.items() if tensor is not None}
+        setting = Setting(world, plan, ran.graph, runner.base_seed, step)
+        reference = plain_step(model, trial.loss_fn, whole, batches, setting)
+        report = compare(reference, ran.loss, gradients, plan, tolerance)
+        return replace(report, differences=(*stale, *report.differences))
+
+    return world.gather(all_succeed(world, make_report))[0]
 
 
 class Reference(NamedTuple):
