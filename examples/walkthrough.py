@@ -65,7 +65,7 @@ def main() -> None:
 
     for rank in (0, 1):
         stage = lower_stage(graph, plan, rank)
-        program = lower_step(plan, rank, schedule[rank], [stage.program] * plan.num_micro_batches)
+        program = lower_step(plan, rank, schedule, [stage.program] * plan.num_micro_batches)
         show(f"function of rank {rank}", _without_folder(stage.code.source))
         show(f"instructions of rank {rank}", str(program))
 

@@ -1,8 +1,8 @@
 """``epl.checkpoint``: mark a module whose activations are computed again in the backward pass instead of being kept.
 
 It is ``torch.utils.checkpoint`` around the module's forward, and so works with EPL and without. EPL captures it as a
-recompute segment. The module gets a class of its own, derived from its class (as ``fully_shard`` does it), so that its names, its
-state dict and copies of it stay what they are.
+recompute segment. The module gets a class of its own, derived from its class (as ``fully_shard`` does it), so that its
+names, its state dict and copies of it stay what they are.
 """
 
 from __future__ import annotations

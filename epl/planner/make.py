@@ -138,8 +138,8 @@ def _refuse_contradictions(graph: Graph, config: Config, *, is_opaque: bool) -> 
     given = [f"gradient_checkpoint.{key}" for key, default in only_auto.items() if getattr(keys, key) != default]
     if given:
         raise ConfigError(
-            f"{' and '.join(given)}: for gradient_checkpoint.type='auto', where EPL chooses what to compute again; the type is "
-            f"{keys.type!r}. Set it to 'auto', or leave the other out"
+            f"{' and '.join(given)}: for gradient_checkpoint.type='auto', where EPL chooses what to compute again; the "
+            f"type is {keys.type!r}. Set it to 'auto', or leave the other out"
         )
 
 

@@ -14,6 +14,7 @@ from epl.schedule import Action
 __all__ = [
     "Backward",
     "FinishReduce",
+    "Forget",
     "Forward",
     "Free",
     "Instruction",
@@ -94,6 +95,17 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """Let go of what ``action`` has sent to a stage: it is known to have arrived there."""
+
+    action: Action
+    stage: int
+
+    def __str__(self) -> str:
+        return f"FORGET {self.action} -> stage {self.stage}"
+
+
+@dataclass(frozen=True)
 class Free:
     """Drop what the stage holds of a micro-batch: nothing will ask for it any more."""
 
@@ -119,7 +131,7 @@ class FinishReduce:
         return "FINISH_REDUCE"
 
 
-Instruction = PostReceive | Forward | Backward | Send | Free | StartReduce | FinishReduce
+Instruction = PostReceive | Forward | Backward | Send | Forget | Free | StartReduce | FinishReduce
 
 
 @dataclass(frozen=True)

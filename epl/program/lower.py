@@ -20,9 +20,11 @@ from epl.planner.crossings import Crossing, crossings
 from epl.planner.make import choose_again, stage_of_tasks
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
+from epl.program.arrivals import over_after
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    Forget,
     Forward,
     Free,
     Instruction,
@@ -33,7 +35,7 @@ from epl.program.instructions import (
     StartReduce,
     Transfer,
 )
-from epl.schedule import Action, Kind
+from epl.schedule import Action, Kind, Schedule
 from epl.sharding.local import Bindable
 from epl.sharding.options import WHOLE
 from epl.sharding.pieces import Piece, Side, pieces_between
@@ -215,19 +217,20 @@ def _home(graph: Graph, stage_of: dict[int, int], name: str) -> int:
 
 
 def lower_step(
-    plan: Plan, rank: int, actions: Sequence[Action], stages: Sequence[StageProgram], *, train: bool = True
+    plan: Plan, rank: int, schedule: Schedule, stages: Sequence[StageProgram], *, train: bool = True
 ) -> Program:
     """The instructions of one step.
 
     Args:
         plan: The plan.
         rank: Whose instructions.
-        actions: The schedule's actions for the rank's stage.
+        schedule: The actions of all stages.
         stages: The stage's program for each micro-batch.
         train: False for a forward pass only: no backward, no reduction.
     """
     stage, _, _ = plan.place_of(rank)
-    actions = [action for action in actions if _has_work(action, stages[action.micro_batch])]
+    actions = [action for action in schedule[stage] if _has_work(action, stages[action.micro_batch])]
+    over = over_after(schedule, actions, stages)
     last_backward = next((action for action in reversed(actions) if action.kind is Kind.BACKWARD), None)
     last_of = {action.micro_batch: action for action in actions}
     instructions: list[Instruction] = []
@@ -240,6 +243,7 @@ def lower_step(
             instructions.append(StartReduce())
         run = Forward if action.kind is Kind.FORWARD else Backward
         instructions.append(run(action, action.micro_batch))
+        instructions += (Forget(sent, target) for sent, target in over[action])
         instructions += _send(action, stages)
         if action is last_of[action.micro_batch]:
             instructions.append(Free(action))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from epl.ir.types import ScalarType, TensorType
 from epl.planner.plan import Plan
 from epl.program.instructions import Transfer
 from epl.runtime.world import Group, World
+from epl.schedule import Action, Kind
 
 __all__ = ["Channels", "Pending"]
 
@@ -38,6 +39,16 @@ class Pending:
     work: Any = None
 
 
+class _Sent(NamedTuple):
+    """A value on its way to another rank."""
+
+    transfer: Transfer
+    action: Action
+    what: str
+    tensor: torch.Tensor
+    work: Any
+
+
 class Channels:
     """Sends and receives for one rank. Sends are kept until they are done, so that their memory lives long enough."""
 
@@ -45,7 +56,7 @@ class Channels:
         self._world = world
         self._by_pair = world.device.type != "cpu"
         self._groups: dict[tuple[int, int, bool], Group] = {}
-        self._sending: deque[tuple[Transfer, str, torch.Tensor, Any]] = deque()
+        self._sending: deque[_Sent] = deque()
         self._coming: dict[tuple[int, bool], list[Pending]] = {}  # from each rank, forward or backward, in order
         if self._by_pair:
             self._make_groups(plan)
@@ -60,14 +71,15 @@ class Channels:
             return self._world.control.handle
         return self._groups[(source, target, backward)].handle
 
-    def send(self, transfer: Transfer, value: Any, what: str, *, backward: bool) -> None:
-        """Start to send a value; does not wait."""
+    def send(self, transfer: Transfer, value: Any, what: str, action: Action) -> None:
+        """Start to send a value that ``action`` has made; does not wait."""
         self._drop_finished()
+        backward = action.kind is Kind.BACKWARD
         handle = self._handle(self._world.rank, transfer.peer, backward)
         for tensor in self._as_tensors(transfer, value):
             with self._world.waiting(f"room to send {what}", (transfer.peer,)):
                 work = dist.isend(tensor, transfer.peer, group=handle, tag=int(backward))
-            self._sending.append((transfer, what, tensor, work))
+            self._sending.append(_Sent(transfer, action, what, tensor, work))
 
     def _as_tensors(self, transfer: Transfer, value: Any) -> list[torch.Tensor]:
         if isinstance(transfer.type, ScalarType):
@@ -140,17 +152,28 @@ class Channels:
         return f"{what} from rank {transfer.peer} (stage {transfer.stage})"
 
     def _drop_finished(self) -> None:
-        while self._sending and self._sending[0][-1].is_completed():
+        while self._sending and self._sending[0].work.is_completed():
             self._sending.popleft()
+
+    def forget(self, action: Action, stage: int) -> None:
+        """Let go of what ``action`` has sent to a stage, which has taken it."""
+        rest: deque[_Sent] = deque()
+        for sent in self._sending:
+            if sent.action == action and sent.transfer.stage == stage:
+                self._finish_send(sent)
+            else:
+                rest.append(sent)
+        self._sending = rest
 
     def finish_sends(self) -> None:
         """Wait until everything that was sent has left."""
         while self._sending:
-            transfer, what, _, work = self._sending.popleft()
-            with self._world.waiting(
-                f"{what} to be taken by rank {transfer.peer} (stage {transfer.stage})", (transfer.peer,)
-            ):
-                self._wait_for(work)
+            self._finish_send(self._sending.popleft())
+
+    def _finish_send(self, sent: _Sent) -> None:
+        peer, stage = sent.transfer.peer, sent.transfer.stage
+        with self._world.waiting(f"{sent.what} to be taken by rank {peer} (stage {stage})", (peer,)):
+            self._wait_for(sent.work)
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[tuple[int, int], bool]]:

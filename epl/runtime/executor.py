@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    Forget,
     Forward,
     Free,
     Instruction,
@@ -85,6 +87,7 @@ class Executor:
             Forward: self._forward,
             Backward: self._backward,
             Send: self._send,
+            Forget: lambda instruction: self._channels.forget(instruction.action, instruction.stage),
             Free: self._free,
             StartReduce: lambda _: self._reducer.start(),
             FinishReduce: lambda _: self._reducer.finish(),
@@ -162,8 +165,8 @@ class Executor:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         roots = [(micro_batch.given[name], gradient) for name, gradient in gradients.items()]
         if micro_batch.loss is not None:
-            roots.append((micro_batch.loss, torch.full_like(micro_batch.loss, micro_batch.seed)))
-        flowing = [(value, gradient) for value, gradient in roots if value.requires_grad]
+            roots.append((_edge(micro_batch.loss), torch.full_like(micro_batch.loss, micro_batch.seed)))
+        flowing = [(value, gradient) for value, gradient in roots if value is not None]
         if flowing:
             torch.autograd.backward([value for value, _ in flowing], [gradient for _, gradient in flowing])
         # the roots are done with; what was received is kept until its gradients are sent
@@ -178,13 +181,22 @@ class Executor:
             value = _gradient_of(micro_batch.taken[transfer.value]) if backward else micro_batch.given[transfer.value]
             for dim, start, size in transfer.part:
                 value = value.narrow(dim, start, size)
-            self._channels.send(transfer, value, _what(transfer.value, action), backward=backward)
+            self._channels.send(transfer, value, _what(transfer.value, action), action)
+        if not backward:
+            # of what was sent, backward needs the place in autograd's graph and not the memory
+            micro_batch.given = {name: _edge(value) for name, value in micro_batch.given.items()}
 
     def _free(self, instruction: Free) -> None:
         micro_batch = self._micro_batches[instruction.action.micro_batch]
         micro_batch.taken.clear()
         micro_batch.given.clear()
         micro_batch.loss = None
+
+
+def _edge(value: Any) -> GradientEdge | None:
+    """Where a gradient of a value enters autograd's graph; None if it has no place there."""
+    wants_gradient = isinstance(value, torch.Tensor) and value.requires_grad
+    return get_gradient_edge(value) if wants_gradient else None
 
 
 def _put(whole: Any, transfer: Transfer, value: Any) -> Any:

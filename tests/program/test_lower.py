@@ -42,27 +42,30 @@ def skipping(m: Any, x: Tensor) -> Tensor:
 def programs(stages: Sequence[LoweredStage], plan: Plan, schedule: str, num_micro_batches: int) -> list[Program]:
     actions = generate(schedule, plan.num_stages, num_micro_batches)
     return [
-        lower_step(plan, stage.ranks[0][0], actions[stage.index], [stages[stage.index].program] * num_micro_batches)
+        lower_step(plan, stage.ranks[0][0], actions, [stages[stage.index].program] * num_micro_batches)
         for stage in plan.stages
     ]
 
 
 def test_the_instructions_of_three_stages_with_a_skip() -> None:
-    """a -> b -> c, and a -> c. A receive is posted one action ahead of the action that waits for it."""
+    """a -> b -> c, and a -> c. A receive is posted one action ahead of the action that waits for it.
+
+    What was sent forward has arrived when its gradient comes back.
+    """
     lowered = lower(staged(skipping), X)
     found = [str(program).splitlines() for program in programs(lowered.stages, lowered.plan, "PreferBackward", 2)]
     assert found == [
         [
             "0F0", "SEND 0F0 linear->1, linear->2", "RECV 0B0 linear<-1, linear<-2",
             "0F1", "SEND 0F1 linear->1, linear->2", "RECV 0B1 linear<-1, linear<-2",
-            "0B0", "FREE 0B0",
-            "START_REDUCE", "0B1", "FREE 0B1", "FINISH_REDUCE",
+            "0B0", "FORGET 0F0 -> stage 1", "FORGET 0F0 -> stage 2", "FORGET 0F1 -> stage 1", "FREE 0B0",
+            "START_REDUCE", "0B1", "FORGET 0F1 -> stage 2", "FREE 0B1", "FINISH_REDUCE",
         ],
         [
             "RECV 1F0 linear<-0", "RECV 1F1 linear<-0", "1F0", "SEND 1F0 linear_1->2",
             "RECV 1B0 linear_1<-2", "1F1", "SEND 1F1 linear_1->2", "RECV 1B1 linear_1<-2",
-            "1B0", "SEND 1B0 linear->0", "FREE 1B0",
-            "START_REDUCE", "1B1", "SEND 1B1 linear->0", "FREE 1B1", "FINISH_REDUCE",
+            "1B0", "FORGET 1F0 -> stage 2", "SEND 1B0 linear->0", "FREE 1B0",
+            "START_REDUCE", "1B1", "FORGET 1F1 -> stage 2", "SEND 1B1 linear->0", "FREE 1B1", "FINISH_REDUCE",
         ],
         [
             "RECV 2F0 linear<-0, linear_1<-1", "2F0", "RECV 2F1 linear<-0, linear_1<-1",
@@ -75,7 +78,7 @@ def test_the_instructions_of_three_stages_with_a_skip() -> None:
 def test_a_forward_pass_only_has_no_backward_and_no_reduction() -> None:
     lowered = lower(staged(skipping), X)
     stage = lowered.stages[1].program
-    program = lower_step(lowered.plan, 1, forward_only(3, 2)[1], [stage, stage], train=False)
+    program = lower_step(lowered.plan, 1, forward_only(3, 2), [stage, stage], train=False)
     assert {type(instruction) for instruction in program.instructions} == {PostReceive, Forward, Send, Free}
 
 
@@ -93,7 +96,7 @@ def test_frozen_stages_have_no_backward_and_send_none() -> None:
 
 def test_without_samples_a_rank_still_takes_part_in_the_reduction() -> None:
     lowered = lower(staged(skipping), X)
-    assert lower_step(lowered.plan, 0, [], []).instructions == (StartReduce(), FinishReduce())
+    assert lower_step(lowered.plan, 0, ((), (), ()), []).instructions == (StartReduce(), FinishReduce())
 
 
 # ------------------------------------------------------------------------------------------- every model of the zoo
@@ -128,7 +131,8 @@ def check_messages(graph: Graph, plan: Plan, replica: int, schedule: str) -> Non
     stages = [lower_stage(graph, plan, rank).program for rank in ranks]
     sent: dict[Any, list[str]] = {}
     received: dict[Any, list[str]] = {}
-    for rank, stage, actions in zip(ranks, stages, generate(schedule, plan.num_stages, 5), strict=True):
+    actions = generate(schedule, plan.num_stages, 5)
+    for rank, stage in zip(ranks, stages, strict=True):
         out, into = messages(lower_step(plan, rank, actions, [stage] * 5), rank)
         sent |= out
         received |= into
