@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from epl.sharding.collectives import Collectives
+from epl.errors import RunError
+from epl.sharding.collectives import Collectives, LonelyRank
 from epl.sharding.forms import Cut
 from epl.sharding.forms.base import first_of, widened
 
@@ -113,8 +113,9 @@ class _Chunked(torch.autograd.Function):
         return call.loss_value(), call.best
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: the gradient would be taken for a constant
+            raise RunError("a loss in chunks has no second derivative; set loss.chunked to off for this model")
         given = upstream[0]
         if given is None or not any(ctx.needs):
             return (None,) * 8
@@ -139,6 +140,7 @@ class _Call:
 
     def __init__(self, loss: ChunkedLoss, ranks: Collectives, tensors: Sequence[Any], count: Tensor | None = None):
         self.loss, self.ranks = loss, ranks
+        self.holders = LonelyRank() if loss.cut is None else ranks  # of the classes
         self.x, weight, bias, self.target, class_weight = tensors
         self.weight = weight.to(loss.dtype)
         self.bias = None if bias is None else bias.to(loss.dtype)
@@ -217,7 +219,7 @@ class _Chunk:
 
     def measure(self) -> None:
         """Find the rows' losses; logits become powers."""
-        call, rows, ranks = self.call, self.rows, self.call.ranks
+        call, rows, ranks = self.call, self.rows, self.call.holders
         smoothing = call.loss.smoothing
         highest = ranks.all_reduce(self.values.amax(-1), "max")
         self.values.sub_(highest.unsqueeze(-1))

@@ -46,36 +46,29 @@ class _Rewriter:
         sizes = {op.name for op in self.head.metrics if _is_size_of_rows(self.graph, self.head, op)}
         whole = [op for op in self.head.metrics if op.name not in sizes and op is not self._best]
         kept = self.head.ops[: 1 + max((self.head.last_read_by(op) for op in whole), default=-1)]
-        spot = self._spot()
+        late = [] if self._best is None else _dependent(self.graph, self._best, self.head.loss)
         for op in self.graph.ops:
-            if op.name == spot:
-                self._fused()
             if op in kept:
                 self.made.append(replace(op, grad=False))
-            if op.name in self._steps:
+            if op is self.head.loss:
+                self._fused()
+                self.made += late
+            elif op.name in self._steps:
                 self._move(self._steps[op.name])
             elif op.name in sizes:
                 rows = self._rows[self.head.ops[self.head.place_read_by(op)].name]
                 self.made.append(replace(op, args=(Ref(rows), *op.args[1:])))
-            elif op not in (self.head.linear, self.head.loss, self._best):
+            elif op not in (self.head.linear, self._best, *late):
                 self.made.append(op)
         used = {op.target for op in self.made}
         functions = {target: function for target, function in self.functions.items() if target in used}
         return replace(self.old, graph=replace(self.graph, ops=tuple(self.made)), functions=functions)
-
-    def _spot(self) -> str:
-        """Before which operator the new one stands: the loss, or the first that needs the largest classes."""
-        readers = () if self._best is None else self.graph.readers.get(self._best.name, ())
-        names = {self.head.loss.name, *(reader.name for reader in readers)}
-        return next(op.name for op in self.graph.ops if op.name in names)
 
     def _move(self, step: Step) -> None:
         """What an operator does to logits, done to rows of features."""
         op, moved = step.op, step.moved
         place = self.head.ops.index(op)
         source = self._rows[self.head.ops[place - 1].name]
-        if op.name in self._rows:
-            return
         if moved is None:
             self._rows[op.name] = source
             return
@@ -102,8 +95,6 @@ class _Rewriter:
     def _fused(self) -> None:
         """The new operator, and before it what makes its arguments two dimensions, or one."""
         head = self.head
-        for step in head.steps:
-            self._move(step)
         like = Op(head.loss.name, head.loss.type, "", (), (), head.loss.task, head.loss.tag, head.loss.module)
         like = replace(like, source=head.loss.source, grad=head.loss.grad)  # no segment: its gradients are kept
         rows, dim = self._rows[head.ref], head.dims[-1]
@@ -177,20 +168,35 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
 
 def _fused_argmax(graph: Graph, head: Head) -> Op | None:
     """A metric that the chunks can compute: the largest class of the very rows that the loss is of."""
-    place = {op.name: number for number, op in enumerate(graph.ops)}
-    inputs = [name for name in (head.bias, *head.loss.reads) if name is not None and name != head.ref]
-    if any(graph.storage_roots[name] in graph.written for name in inputs):
-        return None
     for op in head.metrics:
         if op.target != "aten.argmax.default":
             continue
         call, at = Call(op, graph.type_of), head.place_read_by(op)
         is_of_classes = call["dim"] is not None and call.dim("dim") == head.dims[at] and not call["keepdim"]
         is_of_all = all(step.moved is None or step.moved.keeps_order for step in head.steps[at:])
-        first = min((place[reader.name] for reader in graph.readers.get(op.name, ())), default=len(place))
-        if is_of_classes and is_of_all and all(place.get(name, -1) < first for name in inputs):
+        late = _dependent(graph, op, head.loss)
+        may_wait = all(_may_wait(graph, each) for each in late) and head.loss.name not in {each.name for each in late}
+        if is_of_classes and is_of_all and may_wait:
             return op
     return None
+
+
+def _dependent(graph: Graph, op: Op, end: Op) -> list[Op]:
+    """What hangs on an operator's result, as far as it stands before ``end``, or is that."""
+    found: dict[str, Op] = {}
+    names = {op.name}
+    for each in graph.ops[: graph.ops.index(end) + 1]:
+        if not names.isdisjoint(each.reads):
+            found[each.name] = each
+            names.add(each.name)
+    return list(found.values())
+
+
+def _may_wait(graph: Graph, op: Op) -> bool:
+    """True if nothing but its result tells when an operator has run."""
+    roots = (graph.storage_roots[name] for name in (op.name, *op.reads))
+    is_plain = op.target.startswith(("aten.", "python.")) and op.random is None and op.segment is None
+    return is_plain and not op.writes and not any(root in graph.written for root in roots)
 
 
 def _is_size_of_rows(graph: Graph, head: Head, op: Op) -> bool:

@@ -139,8 +139,6 @@ class _Finder:
         linear, between = self._walk_back()
         x, weight, bias, is_flipped = self._layer(linear)
         rank, shape = len(self._type(linear.name).shape), self._type(weight).shape
-        if len(shape) != 2 or shape[int(is_flipped)] != self.num_classes:
-            raise No(f"the results of {_text(linear)} are not its classes")
         steps: list[Step] = []
         for op in between:
             dim = steps[-1].dim if steps else rank - 1
@@ -150,9 +148,10 @@ class _Finder:
                 bias = self._added(op)
                 steps.append(Step(op, dim))
             else:
-                steps.append(self._step(op, dim, is_last=op is between[-1]))
-        if (steps[-1].dim if steps else rank - 1) != self.dim:
-            raise No("its classes are not those of the linear layer")
+                steps.append(self._step(op, dim))
+        is_same = len(shape) == 2 and shape[int(is_flipped)] == self.num_classes
+        if not is_same or (steps[-1].dim if steps else rank - 1) != self.dim:
+            raise No(f"its classes are not the results of {_text(linear)}")
         self._check_loss(steps)
         head = Head(
             linear, rank - 1, x, weight, bias, tuple(steps), self.loss, self.arguments, self.form, (), is_flipped
@@ -191,7 +190,7 @@ class _Finder:
             raise No(f"{_text(op)} multiplies a vector")
         return x, weight, bias, op.target != "aten.linear.default"
 
-    def _step(self, op: Op, dim: int, *, is_last: bool) -> Step:
+    def _step(self, op: Op, dim: int) -> Step:
         """An operator that moves rows, or changes each logit."""
         source = self._type(self._ref(op.args[0]))
         result = self._type(op.name)
@@ -201,9 +200,8 @@ class _Finder:
         if op.target in IDENTITIES:
             return Step(op, dim, map=None if source.dtype == result.dtype else Map("to", result.dtype))
         if op.target == "aten.log_softmax.int":
-            dims = Call(op, self.graph.type_of)
-            if not is_last or dims.dim("dim") != dim:
-                raise No(f"{_text(op)} is not over its classes, or not the last before it")
+            if Call(op, self.graph.type_of).dim("dim") != dim:
+                raise No(f"{_text(op)} is not over its classes")
             # the cross entropy of log-probabilities is that of the logits: theirs sum up to 1
             return Step(op, dim, map=None if source.dtype == result.dtype else Map("to", result.dtype))
         if op.target == "aten.tanh.default":
@@ -227,9 +225,12 @@ class _Finder:
 
     def _check_loss(self, steps: list[Step]) -> None:
         name = self.form.form if self.form is not None else self.loss.target
-        last = steps[-1].op.target if steps else ""
-        if "nll_loss" in name and last != "aten.log_softmax.int":
+        maps = [step.op for step in steps if step.op.target in _MAPS]
+        normal = [op for op in maps if op.target == "aten.log_softmax.int"]
+        if "nll_loss" in name and not normal:
             raise No("it is of what is not the result of log_softmax")
+        if normal and normal != maps[-1:]:
+            raise No(f"the results of {_text(normal[0])} are changed before it")
 
     def _check_memory(self, head: Head) -> None:
         """Logits may go only if nobody else needs them, and the layer may run later only if nothing changes meanwhile."""
