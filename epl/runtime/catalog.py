@@ -34,6 +34,7 @@ from epl.program.lower import lower_stage, stage_notes
 from epl.runtime.agree import digest
 from epl.runtime.executor import BoundStage
 from epl.sharding.collectives import Collectives
+from epl.stage.codegen import Segments
 
 __all__ = ["Catalog", "Variant"]
 
@@ -86,6 +87,7 @@ class Catalog:
         self._parameters = list(model.parameters())
         self._attributes = PlainAttributes(model)
         self._variants: dict[Any, list[Variant]] = {}
+        self.segments = Segments()
         self.around_capture: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def model_key(self) -> tuple[Any, ...]:
@@ -159,7 +161,8 @@ class Catalog:
                 lowered.code,
                 lowered.code.compile(
                     variant.captured.functions
-                    | {target: function.bind(collectives) for target, function in lowered.functions.items()}
+                    | {target: function.bind(collectives) for target, function in lowered.functions.items()},
+                    self.segments,
                 ),
                 self._held(variant.captured, lowered.program.held),
                 digest(" ".join(op.target for op in lowered.code.ops)),

@@ -28,6 +28,7 @@ from epl.runtime.logs import settings_lines, write_plan
 from epl.runtime.memory import MemoryReport, Subject, report_memory
 from epl.runtime.model import ParallelModel, in_eval_mode
 from epl.runtime.optimizers import fit_optimizers, refuse_optimizers, state_factor
+from epl.runtime.recheck import check_gradients
 from epl.runtime.results import Merged, OutputForm, join_outputs, merge
 from epl.runtime.runner import Ran, Runner
 from epl.runtime.state import (
@@ -82,7 +83,7 @@ class Engine:
         self._catalog = Catalog(model, loss_fn, colocate=shares_devices(cluster, config))
         self._runner: Runner | None = None
         self._buffers_differ = False
-        self._verified = not (config.debug.verify or config.debug.verify_only)
+        self._verified = False
         self._step_trace = StepTrace(world, config.run.trace, config.run.trace_steps)
         self._parallel_model: ParallelModel | None = None
 
@@ -199,7 +200,7 @@ class Engine:
         self.prepare(batch)
         if not self._verified:
             self._verified = True
-            self._verify_first(batch)
+            self._check_first(batch)
         earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
         add_gradients(self._parameters, earlier)
@@ -339,11 +340,17 @@ class Engine:
     def _report(self, batch: Any, tolerance: float | None) -> Report:
         self.prepare(batch)
         self._together("verify")
-        trial = Trial(self._prepared, self._model, self._loss_fn, self._run_training, self.gradients)
-        return verify_step(trial, batch, tolerance)
+        return verify_step(self._trial(), batch, tolerance)
 
-    def _verify_first(self, batch: Any) -> None:
-        """What ``debug.verify`` and ``debug.verify_only`` ask for at the first training step."""
+    def _trial(self) -> Trial:
+        return Trial(self._prepared, self._model, self._loss_fn, self._run_training, self.gradients)
+
+    def _check_first(self, batch: Any) -> None:
+        """What ``check_gradients``, ``debug.verify`` and ``debug.verify_only`` ask for at the first training step."""
+        if self._config.gradient_checkpoint.check_gradients:
+            check_gradients(self._trial(), self._catalog.segments, batch)
+        if not (self._config.debug.verify or self._config.debug.verify_only):
+            return
         if not self._config.debug.verify_only:
             self.verify(batch)
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,7 +30,7 @@ from epl.errors import RunError
 from epl.ir.graph import Argument, Op
 from epl.ir.text import argument_text
 
-__all__ = ["SCRATCH", "StageCode", "autocast", "generate_code", "resolve", "same_branch"]
+__all__ = ["SCRATCH", "Segments", "StageCode", "autocast", "generate_code", "resolve", "same_branch"]
 
 
 SCRATCH = "recompute.scratch"  # its argument, but for a second run a copy of it
@@ -58,15 +58,17 @@ class StageCode:
     def file(self) -> str:
         return f"<epl {self.name}>"
 
-    def compile(self, functions: dict[str, Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+    def compile(
+        self, functions: Mapping[str, Callable[..., Any]], segments: Segments | None = None
+    ) -> Callable[..., tuple[Any, ...]]:
         """The function itself; ``functions`` are the callables that the graph names."""
-        again = _Again()
+        segments = segments or Segments()
         space: dict[str, Any] = {
             "torch": torch,
             "no_grad": torch.no_grad,
             "autocast": autocast,
-            "recompute": again.checkpoint,
-            SCRATCH.replace(".", "_"): again.scratch,
+            "recompute": segments.run,
+            SCRATCH.replace(".", "_"): segments.scratch,
         }
         for name, target in self.targets:
             if target != SCRATCH:
@@ -82,14 +84,20 @@ class StageCode:
         return None if place is None else self.ops[place]
 
 
-class _Again:
-    """Recompute segments of one stage, and whether one is being computed again just now."""
+class Segments:
+    """How recompute segments run; one for all stages of a model on a rank.
+
+    ``keep_all`` is the switch with which nothing is computed again, to compare with.
+    """
 
     def __init__(self) -> None:
+        self.keep_all = False
         self._is_again = False
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a segment; keep its arguments, and run it again when backward needs what it has made."""
+        if self.keep_all:
+            return function(*args)
         return checkpoint(
             function,
             *args,

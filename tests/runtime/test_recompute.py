@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import epl
-from epl.errors import ConfigError, PlanError, StrategyError
+from epl.errors import ConfigError, PlanError, RunError, StrategyError
 from tests.marks import slow
 from tests.parity import make_optimizer
 from tests.ranks import launch
@@ -119,3 +119,63 @@ def test_settings_that_only_auto_reads_are_refused_without_it() -> None:
 def test_auto_says_what_it_comes_to() -> None:
     (note,) = [note for note in prepare("bert", gradient_checkpoint__type="auto").notes if "again" in note]
     assert note.startswith("stage 0 computes")
+
+
+# -- gradient_checkpoint.check_gradients --------------------------------------------------------------------------
+
+
+class Fickle(torch.autograd.Function):
+    """Gives another gradient at every call, as code that counts its calls may."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Fickle.calls += 1
+        ctx.save_for_backward(x * Fickle.calls)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0]
+
+
+class FickleNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.is_fickle = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, self.a(x), use_reentrant=False)  # type: ignore[return-value]
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = Fickle.apply(x) if self.is_fickle else x.tanh()  # type: ignore[assignment]
+        return self.b(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("is_fickle", [False, True])
+def test_check_gradients_finds_code_that_computes_something_else_the_second_time(is_fickle: bool) -> None:
+    epl.init(epl.Config({"run.print_plan": False, "gradient_checkpoint.check_gradients": True}))
+    model = FickleNet()
+    model.is_fickle = is_fickle
+    engine = epl.parallelize(model, make_optimizer(model))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if is_fickle:
+        Fickle.calls = 0
+        with pytest.raises(RunError, match=r"(?s)computing again in backward changes gradients:.*a\.weight: off by"):
+            engine.forward_backward(torch.ones(3, 4))
+    else:
+        engine.forward_backward(torch.ones(3, 4))
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_check_gradients_over_two_stages_with_dropout() -> None:
+    job = Job(
+        "bert", world=2, num_stages=2, micro_batches=2, config={**AUTO, "gradient_checkpoint.check_gradients": True}
+    )
+    plain = launch(2, step_with_dropout, replace(job, config={}))
+    checked = launch(2, step_with_dropout, job)
+    for (gradients, _), (same, _) in zip(plain, checked, strict=True):
+        assert all(torch.equal(gradients[name], same[name]) for name in gradients)
