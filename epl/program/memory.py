@@ -8,7 +8,7 @@ This is the executor's and the reducer's work with sizes in place of tensors:
 - what is received is there from the moment the receive is posted until the micro-batch is freed;
 - the first backward pass leaves gradients, a later one adds to them and drops its own; once reducing has started, a
   gradient is copied into its bucket and dropped;
-- what is sent stays until the send is known to be over, which gloo tells at the end of the step only.
+- what is sent stays until the send is known to be over: until a ``Forget``, or the end of the step.
 
 The batch itself is the user's and is not counted.
 """
@@ -29,6 +29,7 @@ from epl.program.curve import MemoryCurve, Meter
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    Forget,
     Forward,
     Free,
     Instruction,
@@ -46,6 +47,13 @@ from epl.sharding.placements import local_shape, parse_placement
 from epl.stage.simulate import Change, StageProfile, simulate
 
 __all__ = ["Holdings", "StageMemory", "Update", "bucket_bytes", "memory_of_stage", "predict", "weight_bytes"]
+
+_CATEGORY = {  # of a change in a stage or in the optimizer's step
+    "activation": "activations",
+    "given": "communication",
+    "temporary": "temporaries",
+    "optimizer": "optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Holdings:
         weights: Bytes of parameters, buffers and constants.
         buckets: Bytes of the buckets that gradients are reduced in.
         reduced: Paths of the parameters whose gradients are copied into them.
-        keeps_sends: True if a send is known to be over at the end of the step only.
+        keeps_sends: True if the communicator cannot be asked whether a send is over (gloo's).
     """
 
     weights: int
@@ -178,6 +186,21 @@ def predict(program: Program, micro_batches: Sequence[StageMemory], holdings: Ho
     return rank.meter.curve(problem for problem in (*problems, update.problem) if problem)
 
 
+@dataclass
+class _Sent:
+    """What an action has sent, as long as it is not known to have arrived.
+
+    Args:
+        size_bytes: Memory that only the send holds.
+        stages: Where it has not arrived.
+        values: What is sent as it is, without a copy.
+    """
+
+    size_bytes: int
+    stages: set[int]
+    values: frozenset[str]
+
+
 class _Rank:
     """What the executor and the reducer hold, as sizes."""
 
@@ -187,13 +210,14 @@ class _Rank:
         self._posted: dict[Action, int] = {}
         self._taken: dict[int, int] = {}  # what each micro-batch has received, and the gradients of that
         self._gradients: dict[str, int] = {}  # what has been accumulated so far
-        self._sent = 0  # held until the end of the step
+        self._sent: dict[Action, _Sent] = {}
         self._reducing = False
         self._run: dict[type, Callable[[Any], None]] = {
             PostReceive: self._post,
             Forward: self._forward,
             Backward: self._backward,
             Send: self._send,
+            Forget: lambda instruction: self._forget(instruction.action, {instruction.stage}),
             Free: self._free,
             StartReduce: lambda _: self._start_reduce(),
             FinishReduce: lambda _: self._finish_reduce(),
@@ -248,20 +272,21 @@ class _Rank:
             else:
                 self._play(change)
         self.meter.add("communication", -received - sums)
-        self._keep_sent(memory)
+        self._let_go(memory, Action(instruction.action.stage, Kind.FORWARD, place))
 
     def _play(self, change: Change) -> None:
         if change.kind == "kernel":
             self.meter.spike("temporaries", change.size_bytes)
         else:
-            self.meter.add("activations" if change.kind == "activation" else "temporaries", change.size_bytes)
+            self.meter.add(_CATEGORY[change.kind], change.size_bytes)
 
-    def _keep_sent(self, memory: StageMemory) -> None:
-        """What was given and is still being sent outlives the backward pass."""
-        if self._holdings.keeps_sends:
-            going = dict.fromkeys(transfer.value for transfer in memory.program.sends if not transfer.part)
-            kept = sum(memory.profile.given.get(value, 0) for value in going if value not in memory.profile.copied)
-            self._sent += kept
+    def _let_go(self, memory: StageMemory, forward: Action) -> None:
+        """What backward needed and is still being sent outlives it."""
+        sent = self._sent.get(forward)
+        if sent is not None:
+            given = memory.profile.given
+            kept = sum(given[value].size_bytes for value in sent.values if given[value].is_kept)
+            sent.size_bytes += kept
             self.meter.add("communication", kept)
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -285,44 +310,50 @@ class _Rank:
     # -- what goes to other ranks ---------------------------------------------------------------------------------
 
     def _send(self, instruction: Send) -> None:
-        memory = self._of(instruction.action)
-        forward = instruction.action.kind is Kind.FORWARD
-        copied = [
-            transfer
-            for transfer in instruction.transfers
-            if transfer.part or (forward and transfer.value in memory.profile.copied)
-        ]
-        size = sum(_size(transfer) for transfer in copied)
-        self.meter.add("communication", size)
-        if self._holdings.keeps_sends:
-            self._sent += size
-        else:
-            self.meter.add("communication", -size)
+        memory, action = self._of(instruction.action), instruction.action
+        stages = {transfer.stage for transfer in instruction.transfers}
+        given = memory.profile.given if action.kind is Kind.FORWARD else {}
+        in_parts = {transfer.value for transfer in instruction.transfers if transfer.part}
+        apart = {value for value, memory_of in given.items() if memory_of.is_copied} | in_parts
+        copies = sum(_size(transfer) for transfer in instruction.transfers if transfer.value in apart)
+        self.meter.add("communication", copies)
+        going = {value: found for value, found in given.items() if not found.is_kept}
+        self.meter.add("communication", -sum(found.size_bytes for value, found in going.items() if value in apart))
+        whole = sum(found.size_bytes for value, found in going.items() if value not in apart)
+        values = frozenset(transfer.value for transfer in instruction.transfers if transfer.value in given) - apart
+        self._sent[action] = _Sent(copies + whole, stages, values)
+        if not self._holdings.keeps_sends:
+            self._forget(action, stages)
+
+    def _forget(self, action: Action, stages: set[int]) -> None:
+        """These stages have taken what the action has sent."""
+        sent = self._sent.get(action)
+        if sent is not None:
+            sent.stages -= stages
+            if not sent.stages:
+                self.meter.add("communication", -self._sent.pop(action).size_bytes)
 
     def _free(self, instruction: Free) -> None:
-        place = instruction.action.micro_batch
-        memory = self._of(instruction.action)
-        taken = self._taken.pop(place, 0)
-        if instruction.action.kind is Kind.FORWARD:  # there was no backward pass to drop what forward has left
+        action = instruction.action
+        memory, taken = self._of(action), self._taken.pop(action.micro_batch, 0)
+        if action.kind is Kind.FORWARD:  # there was no backward pass to drop what forward has left
             for change in memory.profile.backward:
                 self._play(change)
-            self._keep_sent(memory)
-        elif self._holdings.keeps_sends:
+            self._let_go(memory, action)
+        elif action in self._sent:
             returned = sum(change.size_bytes for change in memory.profile.backward if change.kind == "returned")
-            self._sent += returned
+            self._sent[action].size_bytes += returned
             taken -= returned
         self.meter.add("communication", -taken)
 
     def update(self, update: Update) -> None:
         """After the last instruction: all sends are over, and the optimizer takes its step."""
         self.meter.begin("sends end")
-        self.meter.add("communication", -self._sent)
+        for action, sent in list(self._sent.items()):
+            self._forget(action, set(sent.stages))
         self.meter.begin("optimizer")
         for change in update.changes:
-            if change.kind == "optimizer":
-                self.meter.add("optimizer", change.size_bytes)
-            else:
-                self._play(change)
+            self._play(change)
 
 
 def _size(transfer: Transfer) -> int:

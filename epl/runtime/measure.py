@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epl.capture.allocations import Allocation, Span, memory_profile, read_profile
+from epl.capture.allocations import Allocation, Span, memory_profile, mended, read_profile
 from epl.program.curve import MemoryCurve, Meter
 from epl.program.instructions import Backward, Forward, Free, Instruction, PostReceive, Send
 
@@ -37,22 +37,36 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def measured_step(
-    step: Callable[[], object], before: Mapping[str, int], instructions: Sequence[Instruction], device: torch.device
+    step: Callable[[], object],
+    before: Mapping[str, int],
+    left: Callable[[], Iterable[torch.Tensor]] | None,
+    instructions: Sequence[Instruction],
+    device: torch.device,
 ) -> MemoryCurve:
     """Run a step, and give its memory.
 
     Args:
         step: What is run.
         before: Bytes of each category before it.
+        left: What may be there after it and was not before; None if the ranks of the stage do nothing together, and so no
+            other thread has to do with memory.
         instructions: What the executor runs in it.
         device: Where.
     """
     if device.type != "cpu":
         return _on_accelerator(step, before, device)
     with memory_profile() as profiled:
-        step()
+        result = step()
     allocations, spans = read_profile(profiled, _PREFIX)
+    if left is not None:
+        allocations = mended(allocations, _addresses(left(), result))
     return curve_of(allocations, spans, before, instructions)
+
+
+def _addresses(left: Iterable[torch.Tensor], result: object) -> set[int]:
+    values = (*left, *(result if isinstance(result, tuple) else [result]))
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and not value.is_sparse)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _on_accelerator(step: Callable[[], object], before: Mapping[str, int], device: torch.device) -> MemoryCurve:
@@ -96,7 +110,7 @@ def curve_of(
     lives = _lives(allocations, phases)
     for life in {id(life): life for life in lives if life is not None}.values():
         life.category = _category(life, instructions)
-    meter, phase = Meter.starting_with(before), -1
+    meter, phase = Meter.starting_with(before), -2  # no phase yet
     for allocation, place, life in zip(allocations, phases, lives, strict=True):
         if place != phase:
             phase = place

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,10 @@ def report_memory(subject: Subject, batch: Any | None, path: str | None) -> Memo
     measured: MemoryCurve | None = None
     if batch is not None:
         before = _held_now(subject, ours.constants)
-        measured = measured_step(lambda: subject.step(batch), before, ours.program.instructions, world.device)
+        works_together = subject.runner.plan.is_sharded(ours.program.stage)
+        left = partial(_made_by_steps, subject) if works_together else None
+        step = partial(subject.step, batch)
+        measured = measured_step(step, before, left, ours.program.instructions, world.device)
     stage = subject.runner.plan.stages[ours.program.stage]
     mine = RankMemory(world.rank, f"{stage.index} {stage.name}", ours.curve, measured)
     report = MemoryReport(tuple(world.gather(mine)))
@@ -209,10 +213,17 @@ def _constants(subject: Subject, variant: Variant) -> list[torch.Tensor]:
 def _held_now(subject: Subject, constants: Sequence[torch.Tensor]) -> dict[str, int]:
     """Bytes of what is there before a step, by what it is for."""
     seen: set[int] = set()
-    gradients = [parameter.grad for parameter in subject.model.parameters() if parameter.grad is not None]
     return {
         "weights": storage_bytes([*tensors_by_path(subject.model).values(), *constants], seen),
         "optimizer": storage_bytes(state_tensors(subject.optimizers), seen),
         "communication": storage_bytes(subject.runner.reducer.memory, seen),
-        "gradients": storage_bytes(gradients, seen),
+        "gradients": storage_bytes(_gradients(subject), seen),
     }
+
+
+def _made_by_steps(subject: Subject) -> list[torch.Tensor]:
+    return [*_gradients(subject), *state_tensors(subject.optimizers)]
+
+
+def _gradients(subject: Subject) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in subject.model.parameters() if parameter.grad is not None]

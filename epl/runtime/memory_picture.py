@@ -55,7 +55,7 @@ def _stack(axes: Axes, curve: MemoryCurve, top: float) -> None:
     columns = [[sample.sizes[i] / _MIB for sample in curve.samples] for i in range(len(CATEGORIES))]
     axes.stackplot(places, columns, labels=CATEGORIES, colors=_COLOURS, linewidth=0)
     axes.axhline(curve.peak_bytes / _MIB, color="black", linewidth=0.6, linestyle=":")
-    shown = labels[:: -(-len(labels) // _MOST_LABELS)]
+    shown = labels[:: 1 + len(labels) // _MOST_LABELS]
     axes.set_xticks([place for place, _ in shown], [label for _, label in shown], fontsize=6, rotation=45)
     axes.set_ylim(0, top * 1.05)
     axes.margins(x=0)

@@ -18,7 +18,7 @@ from epl.capture.fakes import Fakes
 from epl.capture.ledger import Ledger
 from epl.ir.types import TensorType
 from epl.program.memory import Update
-from epl.stage.simulate import Change, changes_of
+from epl.stage.simulate import changes_of
 
 __all__ = ["Updates", "simulate_updates", "state_tensors"]
 
@@ -65,17 +65,10 @@ def _simulated(optimizers: Sequence[Optimizer], with_gradient: Collection[nn.Par
             for optimizer in stand_ins:
                 optimizer.step()
             ends.append(len(ledger.entries))
-        kept = {ledger.number_of(tensor) for tensor in state_tensors(stand_ins)}
+        kinds = {ledger.number_of(tensor): "optimizer" for tensor in state_tensors(stand_ins)}
     after = sum(tensor.nbytes for tensor in state_tensors(stand_ins))
     first, second = ledger.entries[: ends[0]], ledger.entries[ends[0] : ends[1]]
-    return Updates(
-        Update(before, _named(changes_of(first, kept, ()))), Update(after, _named(changes_of(second, kept, ())))
-    )
-
-
-def _named(changes: tuple[Change, ...]) -> tuple[Change, ...]:
-    """What outlives the step is the optimizer's."""
-    return tuple(change._replace(kind="optimizer") if change.kind == "activation" else change for change in changes)
+    return Updates(Update(before, changes_of(first, kinds)), Update(after, changes_of(second, kinds)))
 
 
 def _stand_in(optimizer: Optimizer, with_gradient: Collection[nn.Parameter], fakes: Fakes, ledger: Ledger) -> Optimizer:

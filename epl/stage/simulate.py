@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from epl.capture.fakes import Fakes
 from epl.capture.ledger import Entry, Ledger
-from epl.ir.graph import Parameter, Taken
+from epl.ir.graph import Parameter, Ref, Taken
 from epl.ir.types import ListType, ScalarType, TensorType
 from epl.stage.codegen import StageCode
 from epl.stage.stage import GIVEN, Stage
 from epl.stage.workspaces import HUNGRY, find_workspaces
 
-__all__ = ["Change", "StageProfile", "changes_of", "simulate"]
+__all__ = ["Change", "Given", "StageProfile", "changes_of", "simulate"]
 
 _NUMBERS: dict[str, Any] = {"bool": True, "int": 1, "float": 0.5}
 _ASSERTIONS = ("aten._assert_scalar.default", "aten._assert_async.msg", "aten._assert_tensor_metadata.default")
@@ -33,8 +34,9 @@ class Change(NamedTuple):
     """One event in the memory of a stage.
 
     Args:
-        kind: ``activation`` (what outlives the forward pass), ``temporary``, ``kernel`` (made and given back at once),
-            ``gradient`` (of a parameter, which a temporary becomes) or ``returned`` (the same of a value taken).
+        kind: ``activation`` (what outlives the forward pass), ``given`` (what does so only to be sent), ``temporary``,
+            ``kernel`` (made and given back at once), ``gradient`` (of a parameter, which a temporary becomes) or
+            ``returned`` (the same of a value taken).
         size_bytes: Made, or given back if negative.
         name: Of the parameter or the value.
     """
@@ -44,6 +46,20 @@ class Change(NamedTuple):
     name: str = ""
 
 
+class Given(NamedTuple):
+    """The memory of a value for other stages.
+
+    Args:
+        size_bytes: Of its memory, without what another value has counted.
+        is_kept: True if backward needs that memory, too.
+        is_copied: True if it is copied when it is sent, since it is not contiguous.
+    """
+
+    size_bytes: int
+    is_kept: bool
+    is_copied: bool
+
+
 @dataclass(frozen=True)
 class StageProfile:
     """The memory of one stage for one micro-batch, beyond what is there before: weights, the batch, what it takes.
@@ -51,20 +67,18 @@ class StageProfile:
     Args:
         forward: The events of the forward pass.
         backward: The events of the first backward pass, which leaves new gradients.
-        given: What each value for other stages takes, without what another one has counted.
-        copied: Those of them that are copied when they are sent, since they are not contiguous.
+        given: The values for other stages.
         problem: Why there is no profile, if there is none.
     """
 
     forward: tuple[Change, ...] = ()
     backward: tuple[Change, ...] = ()
-    given: Mapping[str, int] = field(default_factory=dict)
-    copied: frozenset[str] = frozenset()
+    given: Mapping[str, Given] = field(default_factory=dict[str, Given])
     problem: str = ""
 
     @property
     def kept_bytes(self) -> int:
-        """What the forward pass leaves for backward, and what it gives."""
+        """What the forward pass leaves for backward."""
         return sum(change.size_bytes for change in self.forward if change.kind == "activation")
 
     @property
@@ -83,9 +97,11 @@ class StageProfile:
         return {change.name: change.size_bytes for change in self.backward if change.kind == "gradient"}
 
     def curve(self) -> list[int]:
-        """Bytes after each event, and during a kernel."""
+        """Bytes after each event, and during a kernel; what was given is sent between forward and backward."""
         live, found = 0, list[int]()
-        for change in (*self.forward, *self.backward):
+        for place, change in enumerate((*self.forward, *self.backward)):
+            if place == len(self.forward):
+                live -= sum(made.size_bytes for made in self.forward if made.kind == "given")
             during = change.size_bytes if change.kind == "kernel" else 0
             live += change.size_bytes - during
             found.append(live + during)
@@ -129,25 +145,37 @@ def simulate(
     return run.profile()
 
 
+class _Root(NamedTuple):
+    """Where backward starts: not the value, whose memory may be gone by then."""
+
+    edge: GradientEdge
+    type: TensorType
+    is_given: bool
+
+
 class _Run:
-    """One forward and one backward pass on fakes."""
+    """One forward and one backward pass on fakes, as the executor makes them."""
 
     def __init__(self, stage: Stage, ledger: Ledger, device: torch.device, flowing: Collection[str] | None) -> None:
         self.stage, self.ledger, self.device, self.flowing = stage, ledger, device, flowing
         self.fakes = Fakes()
-        self.after_forward = 0
-        self.given: dict[str, int] = {}
-        self.copied: set[str] = set()
+        self.after_forward = self.before_backward = 0
+        self.roots: list[_Root] = []
+        self.parts: list[Any] = []  # the executor keeps them, too
+        self.numbers: dict[str, tuple[int, int, bool]] = {}  # of what is given: storage, bytes, is it copied
 
     def both(self, code: StageCode, arguments: Sequence[str], functions: Mapping[str, Callable[..., Any]]) -> None:
         without = dict.fromkeys(_ASSERTIONS, lambda *_, **__: None)
         function = code.compile({**functions, **without})
         held = [self._argument(name) for name in arguments]
+        roles = [output.role for output in self.stage.graph.outputs if isinstance(output.value, Ref)]
         with self.fakes.mode, self.ledger:
-            results = function(*held, lambda _: None)
+            results = list(function(*held, lambda _: None))
             self.after_forward = len(self.ledger.entries)
-            self._note_given(results)
-            self._backward(results)
+            for role in roles:
+                self._hand_over(role, results.pop(0))
+            self.before_backward = len(self.ledger.entries)
+            self._backward()
 
     def _argument(self, name: str) -> Any:
         leaf = self.stage.graph.leaves[name]
@@ -171,70 +199,79 @@ class _Run:
         assert leaf.grad is not None
         self.ledger.mark(f"{kind} {name}", leaf.grad)
 
-    def _note_given(self, results: Sequence[Any]) -> None:
-        seen: set[int] = set()
-        for role, value in zip((output.role for output in self.stage.graph.outputs), results, strict=False):
-            if not role.startswith(GIVEN) or not isinstance(value, torch.Tensor):
-                continue
-            number = self.ledger.number_of(value)
-            is_new = number > 0 and number not in seen
-            self.given[role.removeprefix(GIVEN)] = value.untyped_storage().nbytes() if is_new else 0
-            seen.add(number)
-            if not value.is_contiguous():
-                self.copied.add(role.removeprefix(GIVEN))
+    def _hand_over(self, role: str, value: Any) -> None:
+        """Send a result, or report it, and let go of it."""
+        name, is_given = role.removeprefix(GIVEN), role.startswith(GIVEN)
+        if not isinstance(value, torch.Tensor):
+            return
+        if is_given:
+            size_bytes, is_copied = value.untyped_storage().nbytes(), not value.is_contiguous()
+            self.numbers[name] = (self.ledger.number_of(value), size_bytes, is_copied)
+        else:
+            self.parts.append(value.detach())
+        is_root = role in _LOSSES or (is_given and (self.flowing is None or name in self.flowing))
+        if is_root and value.requires_grad:
+            kind = TensorType(value.dtype, tuple(value.shape))
+            self.roots.append(_Root(get_gradient_edge(value), kind, is_given))
 
-    def _backward(self, results: Sequence[Any]) -> None:
-        roots: list[torch.Tensor] = []
+    def _backward(self) -> None:
         gradients: list[torch.Tensor] = []
-        parts: list[Any] = []
-        roles = [output.role for output in self.stage.graph.outputs if hasattr(output.value, "name")]
-        for role, value in zip(roles, results, strict=True):
-            name = role.removeprefix(GIVEN)
-            is_given = role.startswith(GIVEN)
-            is_root = role in _LOSSES or (is_given and (self.flowing is None or name in self.flowing))
-            if not is_given:
-                parts.append(value.detach() if isinstance(value, torch.Tensor) else value)
-            if is_root and isinstance(value, torch.Tensor) and value.requires_grad:
-                roots.append(value)
-                kind = TensorType(value.dtype, tuple(value.shape))
-                gradients.append(self._fake(kind) if is_given else torch.full_like(value, 1.0))
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        for root in self.roots:
+            gradients.append(self._fake(root.type))
+            if not root.is_given:
+                gradients[-1] = torch.full_like(gradients[-1], 1.0)
+        edges = [root.edge for root in self.roots]
+        self.roots.clear()
+        if edges:
+            torch.autograd.backward(edges, gradients)
 
     def profile(self) -> StageProfile:
         entries, workspaces = self.ledger.entries, find_workspaces(self.ledger.calls)
         sizes = [workspaces[call] for call in self.ledger.calls]
-        made = {entry.storage for entry in entries[: self.after_forward] if entry.size_bytes > 0}
-        gone = {entry.storage for entry in entries[: self.after_forward] if entry.size_bytes < 0}
-        kept = made - gone
-        return StageProfile(
-            changes_of(entries[: self.after_forward], kept, sizes),
-            changes_of(entries[self.after_forward :], kept, sizes),
-            self.given,
-            frozenset(self.copied),
-        )
+        forward, between = entries[: self.after_forward], entries[self.after_forward : self.before_backward]
+        after_forward = _made(forward) - _gone(forward)
+        kept = after_forward - _gone(between)
+        kinds = {number: "activation" if number in kept else "given" for number in after_forward}
+        given: dict[str, Given] = {}
+        seen = {0}  # memory of a weight, or of what was taken
+        for name, (number, size_bytes, is_copied) in self.numbers.items():
+            given[name] = Given(0 if number in seen else size_bytes, number in kept or number == 0, is_copied)
+            seen.add(number)
+        backward = changes_of(entries[self.before_backward :], kinds, sizes)
+        return StageProfile(changes_of(forward, kinds, sizes), backward, given)
 
 
-def changes_of(entries: Iterable[Entry], kept: set[int], workspaces: Sequence[int]) -> tuple[Change, ...]:
+def _made(entries: Iterable[Entry]) -> set[int]:
+    return {entry.storage for entry in entries if entry.size_bytes > 0}
+
+
+def _gone(entries: Iterable[Entry]) -> set[int]:
+    return {entry.storage for entry in entries if entry.size_bytes < 0}
+
+
+def changes_of(
+    entries: Iterable[Entry], kinds: Mapping[int, str], workspaces: Sequence[int] = ()
+) -> tuple[Change, ...]:
     """A ledger's entries by what the memory is for.
 
     Args:
         entries: The entries, in order.
-        kept: Storages that outlive the forward pass.
+        kinds: What storages are for; others are temporary.
         workspaces: What each call takes while it runs.
     """
     found: list[Change] = []
-    owned: dict[int, str] = {}  # a storage that has become a gradient, to the first that it is of
+    owned: set[int] = set()  # storages that have become gradients
     for entry in entries:
+        kind = kinds.get(entry.storage, "temporary")
         if entry.kind == "call":
             found.append(Change("kernel", workspaces[entry.storage]))
         elif entry.kind == "mark":
-            kind, _, name = entry.name.partition(" ")
+            becomes, _, name = entry.name.partition(" ")
             is_new = entry.storage > 0 and entry.storage not in owned
             if is_new:
-                owned[entry.storage] = name
-                found.append(Change("activation" if entry.storage in kept else "temporary", -entry.size_bytes))
-            found.append(Change(kind, entry.size_bytes if is_new else 0, name))
+                owned.add(entry.storage)
+                found.append(Change(kind, -entry.size_bytes))
+            found.append(Change(becomes, entry.size_bytes if is_new else 0, name))
         elif entry.storage not in owned:
-            found.append(Change("activation" if entry.storage in kept else "temporary", entry.size_bytes))
+            found.append(Change(kind, entry.size_bytes))
     return tuple(found)
