@@ -37,9 +37,10 @@ def chunked(net: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Lowe
 
 @pytest.mark.parametrize("name", ["bert", "tied", *slow("gpt2", "t5", "llama", "mixtral", "bart", "vit", "mlp")])
 def test_models_of_the_zoo_compute_their_loss_in_chunks(name: str) -> None:
-    """In one stage and in three; with gradients made in the forward pass, and in the backward pass."""
+    """In one stage and in three, with dropout; with gradients made in the forward pass, and in the backward pass."""
     case = CASES[name]
-    model, batch = case.build(torch.float64), case.batch(3, dtype=torch.float64)
+    model = case.build(torch.float64, dropout=0.2 if case.has_dropout else 0.0)
+    batch = case.batch(3, dtype=torch.float64)
     for num_stages in (1, 3):
         if num_stages > 1:
             annotate(model, case.stages[num_stages])
