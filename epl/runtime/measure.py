@@ -115,13 +115,9 @@ def curve_of(
         if place != phase:
             phase = place
             meter.begin(str(instructions[place]) if 0 <= place < len(instructions) else _AFTER if place >= 0 else "")
-        meter.add(_of_before(meter, allocation) if life is None else life.category, allocation.size_bytes)
+        if life is not None:
+            meter.add(life.category, allocation.size_bytes)
     return meter.curve()
-
-
-def _of_before(meter: Meter, allocation: Allocation) -> str:
-    """What was there before the step and goes is gradients of the last one, as far as there are any."""
-    return "gradients" if meter.live["gradients"] + allocation.size_bytes >= 0 else "temporaries"
 
 
 def _phases(allocations: Sequence[Allocation], spans: Sequence[Span]) -> list[int]:
@@ -137,7 +133,7 @@ def _phases(allocations: Sequence[Allocation], spans: Sequence[Span]) -> list[in
 
 
 def _lives(allocations: Sequence[Allocation], phases: Sequence[int]) -> list[_Life | None]:
-    """For each event the memory that it is about; None for memory that was there before."""
+    """For each event the memory that it is about; None for memory that an earlier profile has seen made."""
     live: dict[int, _Life] = {}
     found: list[_Life | None] = []
     for allocation, phase in zip(allocations, phases, strict=True):

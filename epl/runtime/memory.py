@@ -148,6 +148,8 @@ def report_memory(subject: Subject, batch: Any | None, path: str | None) -> Memo
     ours = all_succeed(world, make_prediction)
     measured: MemoryCurve | None = None
     if batch is not None:
+        for parameter in subject.model.parameters():
+            parameter.grad = None  # as the step itself begins; the profiler would not see that these go
         before = _held_now(subject, ours.constants)
         works_together = subject.runner.plan.is_sharded(ours.program.stage)
         left = partial(_made_by_steps, subject) if works_together else None
@@ -217,13 +219,9 @@ def _held_now(subject: Subject, constants: Sequence[torch.Tensor]) -> dict[str, 
         "weights": storage_bytes([*tensors_by_path(subject.model).values(), *constants], seen),
         "optimizer": storage_bytes(state_tensors(subject.optimizers), seen),
         "communication": storage_bytes(subject.runner.reducer.memory, seen),
-        "gradients": storage_bytes(_gradients(subject), seen),
     }
 
 
 def _made_by_steps(subject: Subject) -> list[torch.Tensor]:
-    return [*_gradients(subject), *state_tensors(subject.optimizers)]
-
-
-def _gradients(subject: Subject) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in subject.model.parameters() if parameter.grad is not None]
+    gradients = (parameter.grad for parameter in subject.model.parameters())
+    return [*(gradient for gradient in gradients if gradient is not None), *state_tensors(subject.optimizers)]

@@ -191,14 +191,14 @@ def test_what_memory_is_for_shows_by_when_it_is_made_and_how_long_it_lives() -> 
         Free(BACKWARD),
     )
     record = _Recording()
-    record.block("", (1, -50))  # the gradients of the step before
+    record.block("", (1, -50))  # made before, and counted nowhere
     record.block("RECV", (2, 4))
     record.block("0F0", (3, 100), (4, 30), (4, -30))
     record.block("0B0", (5, 7), (6, 9), (4, 20), (4, -20), (3, -100))
     record.block("FREE", (2, -4), (6, -9))
     record.block("", (7, 14), (4, 5), (4, -5))
-    curve = curve_of(record.allocations, record.spans, {"weights": 1000, "gradients": 50}, instructions)
-    assert curve.samples[0].total == 1050
+    curve = curve_of(record.allocations, record.spans, {"weights": 1000}, instructions)
+    assert curve.samples[0].total == 1000
     assert curve.largest("communication") == 4 + 9
     assert curve.largest("activations") == 100
     assert curve.largest("temporaries") == 30
