@@ -18,7 +18,7 @@ import torch
 from epl.errors import PlanError, bulleted
 from epl.ir.graph import Op
 from epl.ir.types import TensorType
-from epl.passes.chunked_operator import NONE, ChunkedLoss
+from epl.passes.chunked_operator import NONE, SHORT, ChunkedLoss
 from epl.passes.chunked_rewrite import rewrite
 from epl.passes.loss_heads import Head, Refusal, find_heads
 from epl.planner.plan import Plan
@@ -99,6 +99,7 @@ class _Sizes:
         row_bytes: A row of logits in the type that the loss computes in.
         kept_rows: How many rows of logits plain PyTorch keeps for the backward pass, as a multiple of ``rows``.
         gradient_bytes: Gradients of the layer's argument and of its weight.
+        sum_bytes: What else there is while the weight's gradient is made: sums of short types are kept in float32.
         num_in_flight: Most micro-batches held at once.
         in_forward: True if gradients are made in the forward pass.
         is_whole_too: True if a metric needs all logits for a while.
@@ -109,6 +110,7 @@ class _Sizes:
     row_bytes: int
     kept_rows: int
     gradient_bytes: int
+    sum_bytes: int
     num_in_flight: int
     in_forward: bool
     is_whole_too: bool
@@ -124,7 +126,7 @@ class _Sizes:
     def chunked_bytes(self) -> int:
         """Gradients, of each micro-batch if they are made in the forward pass, and a chunk with what becomes of it."""
         gradients = self.gradient_bytes * (self.num_in_flight if self.in_forward else 1)
-        chunked = gradients + (self.kept_rows + 1) * self.chunk_rows * self.row_bytes
+        chunked = gradients + self.sum_bytes + (self.kept_rows + 1) * self.chunk_rows * self.row_bytes
         return max(chunked, 2 * self.rows * self.row_bytes) if self.is_whole_too else chunked
 
     def __str__(self) -> str:
@@ -148,16 +150,18 @@ def _sizes(stage: Stage, plan: Plan, head: Head) -> _Sizes:
     num_ranks = stage.num_ranks if _cuts_classes(head) else 1
     num_classes, features = -(-_all_classes(head, logits.sizes[dim]) // num_ranks), x.sizes[-1]
     row_bytes = num_classes * max(4, logits.dtype.itemsize)
-    of_weight = num_classes * features * max(4, weight.dtype.itemsize) if head.weight in graph.needs_grad else 0
+    elements = num_classes * features if head.weight in graph.needs_grad else 0
+    of_weight = elements * weight.dtype.itemsize
     of_rows = rows * features * x.dtype.itemsize if head.x in graph.needs_grad else 0
     kept_rows = 1 + sum(step.kind == "tanh" for step in head.maps)
     # In float16 a gradient that is scaled only later may be too small to be written down; what a recompute segment makes
     # in the forward pass is thrown away.
+    dtype = _tensor(stage, head.linear.name).dtype
     may_be_forward = (
         head.arguments["reduction"] != NONE
         and head.linear.segment is None
         and head.loss.segment is None
-        and torch.float16 not in (_tensor(stage, head.linear.name).dtype, weight.dtype, x.dtype)
+        and torch.float16 not in (dtype, weight.dtype, x.dtype)
     )
     others = stage.num_in_flight - 1
     return _Sizes(
@@ -166,6 +170,7 @@ def _sizes(stage: Stage, plan: Plan, head: Head) -> _Sizes:
         row_bytes=row_bytes,
         kept_rows=kept_rows,
         gradient_bytes=of_weight + of_rows,
+        sum_bytes=4 * elements if dtype in SHORT else 0,
         num_in_flight=stage.num_in_flight,
         # micro-batches that wait for their backward pass may keep gradients that are small beside what they save
         in_forward=may_be_forward and 8 * others * of_weight <= others * kept_rows * rows * row_bytes,

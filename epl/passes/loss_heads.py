@@ -136,6 +136,9 @@ class _Finder:
             raise No(f"its devices share it out as {self.form.form}")
         if self._type(self._ref(self.arguments["target"])).is_differentiable:
             raise No("its targets are probabilities, which are as large as the logits")
+        class_weight = self.arguments["weight"]
+        if isinstance(class_weight, Ref) and class_weight.name in self.graph.needs_grad:
+            raise No("its class weights take a gradient")
         linear, between = self._walk_back()
         x, weight, bias, is_flipped = self._layer(linear)
         rank, shape = len(self._type(linear.name).shape), self._type(weight).shape

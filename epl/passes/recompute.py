@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from epl.cost.devices import device_model
-from epl.errors import PlanError
 from epl.ir.graph import Graph, Op, Ref, map_refs
 from epl.ir.types import ListType
 from epl.passes.segment_costs import Estimate, StageCosts, forward_times
@@ -31,8 +30,7 @@ _WORK = 3  # a step's work in units of its forward: backward is twice as much
 def recompute(stage: Stage, plan: Plan) -> Stage:
     """Give the operators of a stage their recompute segments, if the plan says ``auto``.
 
-    Raises:
-        PlanError: the memory budget cannot be kept; says what the least is.
+    A budget is kept if it can be (:mod:`epl.program.budget` sees to it that it can); else as little is kept as can be.
     """
     if plan.recompute != "auto" or not stage.graph.needs_grad:
         return stage
@@ -42,14 +40,9 @@ def recompute(stage: Stage, plan: Plan) -> Stage:
     times_s = forward_times(stage.graph, device)
     costs = StageCosts(memory, about, times_s, _SEGMENT_OPERATORS * device.operator_s, stage.num_in_flight)
     longest = _longest(stage.graph, about, plan.recompute_end)
-    static = stage.static_bytes(plan.state_factor) if plan.memory_budget else 0
-    budget = max(plan.memory_budget - static, 1) if plan.memory_budget else 0
-    most_s = plan.extra_compute * _WORK * float(times_s.sum())
+    budget = plan.activation_budgets[stage.index] if plan.activation_budgets else 0
+    most_s = float("inf") if budget else plan.extra_compute * _WORK * float(times_s.sum())
     choice = search(costs, longest, most_again_s=most_s, budget_bytes=budget)
-    if choice is None:
-        least = search(costs, longest, most_again_s=float("inf"), budget_bytes=0)
-        assert least is not None
-        raise PlanError(_too_small(plan, stage, static, least))
     share = choice.estimate.again_s / (_WORK * float(times_s.sum()))
     note = _note(stage, costs.estimate(()), choice, share)
     return replace(stage, graph=_marked(stage.graph, choice), notes=(*stage.notes, note))
@@ -62,16 +55,6 @@ def _note(stage: Stage, plain: Estimate, choice: Choice, share: float) -> str:
         f"{stage.name} computes {count} again in backward, {share:.0%} more work: activations of a micro-batch "
         f"{size_text(plain.kept_bytes)} -> {size_text(chosen.kept_bytes)}, at the peak {size_text(plain.peak_bytes)} -> "
         f"{size_text(chosen.peak_bytes)}"
-    )
-
-
-def _too_small(plan: Plan, stage: Stage, static: int, least: Choice) -> str:
-    needed = static + least.estimate.peak_bytes
-    return (
-        f"gradient_checkpoint.memory_budget is {size_text(plan.memory_budget)}, and a rank of {stage.name} needs at least "
-        f"{size_text(needed)}: {size_text(static)} of weights, gradients and optimizer states, and "
-        f"{size_text(least.estimate.peak_bytes)} of activations with all computed again that can be. Give it that much, "
-        "or cut the batch into more micro-batches, or the model over more devices."
     )
 
 

@@ -39,8 +39,8 @@ class Choice:
     estimate: Estimate
 
 
-def search(costs: StageCosts, longest: Sequence[int], *, most_again_s: float, budget_bytes: float) -> Choice | None:
-    """The best choice; None if there is none within the budget.
+def search(costs: StageCosts, longest: Sequence[int], *, most_again_s: float, budget_bytes: float) -> Choice:
+    """The best choice; with a budget that no choice keeps, the one of the fewest bytes.
 
     Args:
         costs: Of the stage.
@@ -51,7 +51,8 @@ def search(costs: StageCosts, longest: Sequence[int], *, most_again_s: float, bu
     found = _choices(costs, longest)
     if budget_bytes:
         within = [each for each in found if each.estimate.peak_bytes <= budget_bytes]
-        return _thinned(costs, min(within, key=_again), budget_bytes) if within else None
+        if within:
+            return _thinned(costs, min(within, key=_again), budget_bytes)
     within = [each for each in found if each.estimate.again_s <= most_again_s]
     least = min(each.estimate.peak_bytes for each in within) * _NEAR
     return _thinned(costs, min((each for each in within if each.estimate.peak_bytes <= least), key=_again), least)

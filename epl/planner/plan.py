@@ -152,6 +152,8 @@ class Plan:
         recompute_end: With ``auto``: the last TaskGraph that computes anything again; -1: all may.
         memory_budget: With ``auto``: bytes that a rank may use at its peak; 0: as few as ``extra_compute`` allows.
         extra_compute: With ``auto``: most of what may be computed again, as a share of a step's work.
+        activation_budgets: With a memory budget: bytes that the activations of each stage may take of it; 1: as few as
+            can be.
         state_factor: Bytes of optimizer states for each byte of a trained weight; Adam's two moments are 2.
         chunked_loss: Whether logits and their loss are computed in chunks of rows: ``auto``, ``on`` or ``off``.
         chunk_rows: Rows of a chunk; 0: as fits.
@@ -178,6 +180,7 @@ class Plan:
     recompute_end: int = -1
     memory_budget: int = 0
     extra_compute: float = 0.34
+    activation_budgets: tuple[int, ...] = ()
     state_factor: float = 2.0
     chunked_loss: str = "auto"
     chunk_rows: int = 0

@@ -105,7 +105,7 @@ def lower_stage(
         choice=traffic.choice(stage) if plan.is_sharded(stage) else None,
         position=position,
         num_in_flight=plan.peak_in_flight[stage] if plan.peak_in_flight else 1,
-        name=f"stage {stage}",
+        index=stage,
     )
     local = apply_passes(local, plan)
     return LoweredStage(program, local, generate_code(program.name, local.graph.ops, arguments, local.results))

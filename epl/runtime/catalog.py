@@ -29,6 +29,7 @@ from epl.planner.make import choose_splits, make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
+from epl.program.budget import fit_budget
 from epl.program.guards import GuardCode, guard_of
 from epl.program.lower import lower_stage, stage_notes
 from epl.runtime.agree import digest
@@ -71,7 +72,7 @@ class Variant:
         is_opaque = self.captured.is_opaque
         self.splits = choose_splits(self.graph, cluster, config, is_opaque=is_opaque)
         plan = make_plan(self.graph, cluster, config, is_opaque=is_opaque, splits=self.splits)
-        plan = replace(plan, state_factor=state_factor)
+        plan = fit_budget(self.graph, replace(plan, state_factor=state_factor), self.captured.functions, self.splits)
         return replace(plan, notes=(*plan.notes, *stage_notes(self.graph, plan, self.splits)))
 
 

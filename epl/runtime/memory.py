@@ -26,6 +26,7 @@ from epl.runtime.runner import Runner
 from epl.runtime.state import tensors_by_path
 from epl.runtime.updates import simulate_updates, state_tensors
 from epl.runtime.world import World
+from epl.stage.simulate import StageProfile
 
 __all__ = ["MemoryReport", "RankMemory", "Subject", "report_memory"]
 
@@ -203,6 +204,8 @@ def _predicted(subject: Subject, batch: Any | None) -> _Prediction:
 def _memory_of(subject: Subject, variant: Variant) -> StageMemory:
     plan, rank = subject.runner.plan, subject.world.rank
     lowered = lower_stage(variant.graph, plan, rank, splits=variant.splits)
+    if variant.captured.is_opaque:  # its operator is the model itself, whose own weights are no fakes
+        return StageMemory(lowered.program, StageProfile(problem="not predicted: the model runs without a graph"), {})
     return memory_of_stage(lowered, variant.graph, plan, rank, variant.captured.functions, device=subject.world.device)
 
 

@@ -34,7 +34,7 @@ class Stage:
         num_in_flight: Most micro-batches whose forward has run, and whose backward has not.
         num_ranks: Devices that share out its work.
         position: This rank's place among them.
-        name: Of the stage, for messages.
+        index: Number of the stage.
         notes: What passes have to say, a line each.
     """
 
@@ -43,8 +43,13 @@ class Stage:
     num_in_flight: int = 1
     num_ranks: int = 1
     position: int = 0
-    name: str = "the stage"
+    index: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"stage {self.index}"
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -67,7 +72,7 @@ def localize(
     choice: SplitChoice | None = None,
     position: int = 0,
     num_in_flight: int = 1,
-    name: str = "the stage",
+    index: int = 0,
 ) -> Stage:
     """The stage of one rank.
 
@@ -79,7 +84,7 @@ def localize(
         choice: How its devices share out the work on one batch; None if this rank works alone.
         position: The rank's place among them.
         num_in_flight: Most micro-batches held at once.
-        name: Of the stage, for messages.
+        index: Number of the stage.
     """
     sharded = ShardedStage(stage_ops, {}, {}) if choice is None else shard_stage(graph, choice, stage_ops, position)
     made = {op.name for op in stage_ops}
@@ -120,7 +125,7 @@ def localize(
         tasks=graph.tasks,
         taken=taken,
     )
-    return Stage(here, sharded.functions, num_in_flight, ranks, position, name)
+    return Stage(here, sharded.functions, num_in_flight, ranks, position, index)
 
 
 def _renamed(output: Output, names: Mapping[str, str]) -> Output:

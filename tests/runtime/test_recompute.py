@@ -5,6 +5,7 @@ A mistake shows as a gradient that differs: another mask, a statistic counted tw
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -102,8 +103,47 @@ def prepare(case: str, **settings: Any) -> epl.Plan:
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_the_least_that_can() -> None:
-    with pytest.raises(PlanError, match=r"memory_budget is 97\.7 KiB, and a rank of stage 0 needs at least .* KiB"):
+    with pytest.raises(
+        PlanError, match=r"memory_budget is 97\.7 KiB, and a rank of stage 0 '.*' needs at least"
+    ) as found:
         prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget="100KB")
+    least = re.search(r"at least ([\d.]+) MiB", str(found.value))
+    assert least is not None
+    enough = f"{float(least[1]) + 0.1:.1f}MiB"
+    prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget=enough)
+
+
+def measured_peaks(rank: int, job: Job) -> list[int]:
+    """The peak of each rank, measured in a training step, after one that makes the optimizer's states."""
+    settings = {"pipeline.num_micro_batch": job.micro_batches, "run.print_plan": False, **job.config}
+    epl.init(epl.Config(settings))
+    model = build(job)
+    engine = epl.parallelize(model, torch.optim.AdamW(model.parameters()), loss_fn=CASES[job.case].loss_fn)
+    batch = job.batches()[0]
+    engine.prepare(share_of(batch, 0, job.num_replicas))
+    share = share_of(batch, engine.plan.place_of(rank)[1], job.num_replicas)
+    engine.train_step(share)
+    report = engine.memory_report(share)
+    return [each.measured.peak_bytes for each in report.ranks if each.measured is not None]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("bert", world=1, size=64),
+        Job("gpt2", world=2, num_stages=2, micro_batches=4, size=64),
+        *slow(Job("t5", world=2, size=64), Job("bert", world=2, split=2, size=64)),
+    ],
+    ids=str,
+)
+def test_a_budget_is_kept_as_measured(job: Job) -> None:
+    plain = max(launch(job.world, measured_peaks, job)[0])
+    least = max(launch(job.world, measured_peaks, replace(job, config=AUTO))[0])
+    assert least < 0.9 * plain
+    for share in (0.1, 0.5, 0.9):
+        budget = int(least * 1.05 + share * (plain - least * 1.05))
+        config = {"gradient_checkpoint.type": "auto", "gradient_checkpoint.memory_budget": str(budget)}
+        assert max(launch(job.world, measured_peaks, replace(job, config=config))[0]) <= budget
 
 
 def test_collection_without_anything_marked_is_refused() -> None:
