@@ -10,10 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epl.passes.chunked_operator import ChunkedLoss
 from epl.program.lower import lower_stage
 from tests.program.local_run import Lowered
 
-__all__ = ["CLASSES", "LENGTH", "LOSSES", "SIZE", "Net", "batch_of_tokens", "in_chunks", "is_chunked", "loss_of"]
+__all__ = [
+    "CLASSES",
+    "LENGTH",
+    "LOSSES",
+    "SIZE",
+    "Net",
+    "batch_of_tokens",
+    "chunk_of",
+    "in_chunks",
+    "is_chunked",
+    "loss_of",
+]
 
 SIZE, LENGTH, WIDTH, CLASSES = 3, 6, 8, 13
 Batch = tuple[Tensor, Tensor]
@@ -118,3 +130,10 @@ def is_chunked(lowered: Lowered) -> bool:
     targets = [op.target for stage in lowered.stages for op in stage.stage.graph.ops]
     is_plain = any("cross_entropy" in target or "nll_loss" in target for target in targets)
     return any(target.startswith("loss.chunked") for target in targets) and not is_plain
+
+
+def chunk_of(lowered: Lowered) -> ChunkedLoss:
+    """What is in the place of the loss."""
+    (function,) = (each for stage in lowered.stages for each in stage.functions.values())
+    assert isinstance(function, ChunkedLoss)
+    return function
