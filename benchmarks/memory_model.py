@@ -76,27 +76,13 @@ def _layers(path: str, start: int, stop: int) -> tuple[str, ...]:
 
 
 def _models() -> dict[str, Model]:
-    classes: dict[str, Any] = {"num_labels": 10}
-    t5: dict[str, Any] = {
-        "d_model": WIDTH,
-        "d_kv": WIDTH // HEADS,
-        "d_ff": 4 * WIDTH,
-        "num_heads": HEADS,
-        "num_layers": 3,
-    }
-    t5 |= {"vocab_size": VOCABULARY, "use_cache": False, "decoder_start_token_id": 0}
-    bart: dict[str, Any] = {
-        f"{part}_{name}": value
-        for part in ("encoder", "decoder")
-        for name, value in (("layers", 3), ("attention_heads", HEADS), ("ffn_dim", 4 * WIDTH))
-    }
+    return {**_one_stack(), **_two_stacks(), **_images()}
+
+
+def _one_stack() -> dict[str, Model]:
     llama = {**TOKENS, **SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2, "use_cache": False}
     gpt = {"n_embd": WIDTH, "n_layer": 6, "n_head": HEADS, "n_positions": LENGTH, "use_cache": False}
-    decoder = (
-        "model.decoder.embed_positions",
-        "model.decoder.layernorm_embedding",
-        *_layers("model.decoder.layers", 0, 3),
-    )
+    head = ("model.norm", "lm_head")
     return {
         "bert": Model(
             BertForMaskedLM,
@@ -108,14 +94,23 @@ def _models() -> dict[str, Model]:
             GPT2Config(**TOKENS, **gpt),
             (*_layers("transformer.h", 3, 6), "transformer.ln_f", "lm_head"),
         ),
-        "llama": Model(
-            LlamaForCausalLM, LlamaConfig(**llama), (*_layers("model.layers", 3, 6), "model.norm", "lm_head")
-        ),
+        "llama": Model(LlamaForCausalLM, LlamaConfig(**llama), (*_layers("model.layers", 3, 6), *head)),
         "mixtral": Model(
             MixtralForCausalLM,
             MixtralConfig(**{**llama, "num_hidden_layers": 4}, num_local_experts=4),
-            (*_layers("model.layers", 2, 4), "model.norm", "lm_head"),
+            (*_layers("model.layers", 2, 4), *head),
         ),
+    }
+
+
+def _two_stacks() -> dict[str, Model]:
+    t5: dict[str, Any] = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 4 * WIDTH, "num_heads": HEADS}
+    t5 |= {"num_layers": 3, "vocab_size": VOCABULARY, "use_cache": False, "decoder_start_token_id": 0}
+    bart: dict[str, Any] = {"d_model": WIDTH, "use_cache": False, "decoder_start_token_id": 2, **TOKENS}
+    for part in ("encoder", "decoder"):
+        bart |= {f"{part}_layers": 3, f"{part}_attention_heads": HEADS, f"{part}_ffn_dim": 4 * WIDTH}
+    first = ("model.decoder.embed_positions", "model.decoder.layernorm_embedding")
+    return {
         "t5": Model(
             T5ForConditionalGeneration,
             T5Config(**t5),
@@ -123,9 +118,15 @@ def _models() -> dict[str, Model]:
         ),
         "bart": Model(
             BartForConditionalGeneration,
-            BartConfig(d_model=WIDTH, use_cache=False, decoder_start_token_id=2, **bart, **TOKENS),
-            (*decoder, "lm_head"),
+            BartConfig(**bart),
+            (*first, *_layers("model.decoder.layers", 0, 3), "lm_head"),
         ),
+    }
+
+
+def _images() -> dict[str, Model]:
+    classes: dict[str, Any] = {"num_labels": 10}
+    return {
         "vit": Model(
             ViTForImageClassification,
             ViTConfig(image_size=64, patch_size=8, num_hidden_layers=6, **classes, **SIZES),

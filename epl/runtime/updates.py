@@ -81,22 +81,20 @@ def _stand_in(optimizer: Optimizer, with_gradient: Collection[nn.Parameter], fak
     copy.state = defaultdict(dict)
     copy.param_groups = []
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        made = fakes.tensor(TensorType(tensor.dtype, tuple(tensor.shape)), tensor.device)
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = fakes.tensor(TensorType(value.dtype, tuple(value.shape)), value.device)
         ledger.outside(made)
         return made
 
     for group in optimizer.param_groups:
-        params: list[torch.Tensor] = []
-        for parameter in group["params"]:
-            if parameter in with_gradient:
-                stand_in = fake(parameter).requires_grad_()
-                stand_in.grad = fake(parameter)
-                params.append(stand_in)
-                if parameter in optimizer.state:
-                    copy.state[stand_in] = {
-                        key: fake(value) if isinstance(value, torch.Tensor) else value
-                        for key, value in optimizer.state[parameter].items()
-                    }
-        copy.param_groups.append({**group, "params": params})
+        params = {
+            parameter: fake(parameter).requires_grad_() for parameter in group["params"] if parameter in with_gradient
+        }
+        copy.param_groups.append({**group, "params": list(params.values())})
+        for parameter, stand_in in params.items():
+            stand_in.grad = fake(parameter)
+            if parameter in optimizer.state:
+                copy.state[stand_in] = {key: fake(value) for key, value in optimizer.state[parameter].items()}
     return copy

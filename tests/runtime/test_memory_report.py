@@ -159,6 +159,30 @@ def test_what_cannot_be_reported_is_refused_with_what_to_do() -> None:
     launch(1, _wrongly)
 
 
+class _LooksAtData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * float(x.numpy().sum())).square().mean()
+
+
+def _opaque(rank: int) -> tuple[str, bool]:
+    epl.init(epl.Config({"run.print_plan": False}))
+    model = _LooksAtData()
+    engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="runs as it is"):
+        engine.prepare({"x": torch.ones(4, 8)})
+    return str(engine.memory_report({"x": torch.ones(4, 8)})), type(model.layer.weight.grad) is torch.Tensor
+
+
+def test_a_model_without_a_graph_is_measured_and_says_that_it_is_not_predicted() -> None:
+    ((text, has_true_gradients),) = launch(1, _opaque)
+    assert "ranks [0]: not predicted: the model runs without a graph" in text
+    assert has_true_gradients
+
+
 # --------------------------------------------------------------------------------- what was measured, by what it is for
 
 FORWARD, BACKWARD = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
