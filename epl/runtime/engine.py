@@ -362,6 +362,8 @@ class Engine:
     def memory_report(self, batch: Any = None, path: str | None = None) -> MemoryReport:
         """Where each rank's memory goes in a training step, at its peak and over time; all ranks call it together.
 
+        Not inside ``torch.profiler.profile``: it uses the profiler itself, and there can be one at a time.
+
         Args:
             batch: None for the prediction, of a step like the last one or like the plan's. With this replica's batch, ONE
                 REAL TRAINING STEP is run, as `train_step` does, and measured: weights and optimizer states change.

@@ -137,12 +137,12 @@ def simulate(
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             run.both(code, arguments, functions)
+        return run.profile()
     except (
         Exception
     ) as error:  # code of the user's and any operator run in there; a memory report must not fail with them
         text = str(error).strip().split("\n")[0]
         return StageProfile(problem=f"not predicted: {type(error).__name__}: {text}")
-    return run.profile()
 
 
 class _Root(NamedTuple):
