@@ -96,6 +96,13 @@ def test_ranks_that_share_out_weights_take_what_is_predicted(name: str) -> None:
     _check(_job(name, world=2, split=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"loss.chunked": "on", "loss.chunk_rows": 8}, {"gradient_checkpoint.type": "auto"}])
+def test_what_saves_memory_is_predicted_as_well(config: dict[str, Any]) -> None:
+    _check(_job("llama", world=2, num_stages=2, micro_batches=4, config=config))
+    _check(_job("gpt2", world=2, split=2, config=config))
+
+
 def test_the_report_is_a_table_and_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.png"
     *_, report = _check(_job("mlp", world=2, num_stages=2, micro_batches=2), str(path))
