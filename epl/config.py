@@ -13,161 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
-import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast, overload
+from typing import Any, cast
 
 from epl.errors import ConfigError, bulleted
+from epl.keys import Key, Section, Setting, UnknownKey, nearest, unknown
 from epl.lines import warn
 
 __all__ = ["Config", "Key", "Section", "Setting"]
-
-T = TypeVar("T")
-
-_BOOLS: Mapping[str, bool] = MappingProxyType(
-    {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False, "on": True, "off": False}
-)
-
-
-class _UnknownKey(ConfigError, AttributeError):
-    """Also an AttributeError, because ``hasattr``, ``copy`` and ``pickle`` ask objects for attributes they lack."""
-
-
-class Setting(NamedTuple):
-    """One resolved setting; ``origin`` is "default", "environment EPL_X_Y", "dict" or "attribute"."""
-
-    key: str
-    value: object
-    origin: str
-
-
-@dataclass(eq=False)
-class Key(Generic[T]):
-    """One setting: a descriptor that stands in a section and checks whatever is assigned to it.
-
-    Args:
-        default: The value when none is given; its type is the type of the setting.
-        doc: What the setting does, in one line.
-        at_least: The smallest number allowed. The default is allowed even if it is smaller.
-        choices: The strings allowed, as they are stored; the user may write them in any case.
-        pattern: A regular expression that the string must match as a whole.
-        available: Whether this version of EPL acts on the setting. If not, only the default may be set.
-    """
-
-    default: T
-    doc: str
-    _: KW_ONLY
-    at_least: float | None = None
-    choices: tuple[str, ...] = ()
-    pattern: str = ""
-    available: bool = True
-    name: str = field(default="", init=False)
-
-    def __set_name__(self, owner: type[Section], attribute: str) -> None:
-        self.name = f"{owner.NAME}.{attribute}"
-
-    @overload
-    def __get__(self, instance: None, owner: type[Section]) -> Key[T]: ...
-    @overload
-    def __get__(self, instance: Section, owner: type[Section]) -> T: ...
-    def __get__(self, instance: Section | None, owner: type[Section]) -> Key[T] | T:
-        return self if instance is None else cast(T, instance.settings[self.name].value)
-
-    def __set__(self, instance: Section, value: T) -> None:
-        instance.settings[self.name] = Setting(self.name, self.convert(value), "attribute")
-
-    @property
-    def variable(self) -> str:
-        """The environment variable that sets this key."""
-        return f"EPL_{self.name.replace('.', '_').upper()}"
-
-    @property
-    def type_name(self) -> str:
-        """The type as the documentation writes it."""
-        own, kind = type(self.default), self._kind
-        return own.__name__ if own is kind else f"{own.__name__} or {kind.__name__}"
-
-    @property
-    def allowed(self) -> str:
-        """What may be assigned, in words."""
-        words = [repr(choice) for choice in self.choices]
-        if self._kind is not str or not words:
-            kind = {bool: "True or False", int: "an int", float: "a finite float", str: "a str"}[self._kind]
-            words.append(kind if self.at_least is None else f"{kind} of at least {self.at_least:g}")
-        if isinstance(self.default, int | float) and not self._in_range(self.default):
-            words.append(repr(self.default))
-        return " or ".join(words) + (f" that matches {self.pattern} ({self.doc})" if self.pattern else "")
-
-    def convert(self, value: object) -> T:
-        """The value to store for one written in Python; a ConfigError if it is wrong or not available yet."""
-        return self._checked(value, f"{value!r} ({type(value).__name__})", self.allowed)
-
-    def parse(self, text: str) -> T:
-        """The value to store for one written in the environment; a ConfigError as for :meth:`convert`."""
-        allowed = "/".join(_BOOLS) if self._kind is bool else self.allowed
-        return self._checked(self._read(text), f"{self.variable}={text!r}", allowed)
-
-    def _checked(self, value: object, given: str, allowed: str) -> T:
-        try:
-            accepted = self._accept(value)
-        except (KeyError, ValueError, OverflowError):
-            raise ConfigError(f"{self.name}: got {given}, expected {allowed}") from None
-        if not self.available and accepted != self.default:
-            message = f"{self.name}: not yet available in this version of EPL (got {given})"
-            raise ConfigError(f"{message}; leave it at its default, {self.default!r}")
-        return accepted
-
-    @property
-    def _kind(self) -> type:
-        """The type of the default, but float for a word that stands in for a number ("dynamic")."""
-        return float if isinstance(self.default, str) and self.at_least is not None else type(self.default)
-
-    def _read(self, text: str) -> object:
-        """The Python value of a text, or the text itself where it is not of the key's type."""
-        if self._kind is bool:
-            return _BOOLS.get(text.strip().lower(), text)
-        with contextlib.suppress(ValueError):
-            return self._kind(text)
-        return text
-
-    def _accept(self, value: Any) -> Any:
-        """The value as it is stored; KeyError or ValueError if it is not allowed."""
-        kind = self._kind
-        if isinstance(value, str) and self.choices:
-            spelling = {choice.lower(): choice for choice in self.choices}
-            return spelling[value.lower()]
-        # bool is a subclass of int, but True micro-batches are a mistake.
-        is_bool = isinstance(value, bool)
-        if is_bool != (kind is bool) or not isinstance(value, (kind, int) if kind is float else kind):
-            raise ValueError
-        if kind is float and not math.isfinite(cast(float, value)):
-            raise ValueError
-        if self.pattern and not re.fullmatch(self.pattern, value):
-            raise ValueError
-        if value != self.default and not self._in_range(value):
-            raise ValueError
-        return kind(value)
-
-    def _in_range(self, value: Any) -> bool:
-        return self.at_least is None or value >= self.at_least
-
-
-class Section:
-    """Base of the groups of settings. Its attributes are the keys; assigning to one checks the value."""
-
-    NAME: ClassVar[str]
-    settings: dict[str, Setting]
-
-    def __init__(self, settings: dict[str, Setting]) -> None:
-        self.__dict__["settings"] = settings  # of all sections: the config's own dict
-
-    def __setattr__(self, attribute: str, value: object) -> None:
-        _find(f"{self.NAME}.{attribute}").__set__(self, value)
 
 
 class _Auto(Section):
@@ -284,21 +139,7 @@ _KEYS: Mapping[str, Key[Any]] = MappingProxyType(
 def _find(name: object) -> Key[Any]:
     if name in _KEYS:
         return _KEYS[cast(str, name)]
-    raise ConfigError(_unknown(str(name)))
-
-
-def _unknown(name: str) -> str:
-    sections = [section.NAME for section in _SECTIONS]
-    if name in sections:
-        return f"{name} is a section; set its keys, {', '.join(key for key in _KEYS if key.startswith(f'{name}.'))}"
-    nearest = _nearest(name, [*_KEYS, *(sections if "." not in name else ())], cutoff=0.4)
-    return f"{name} is not a setting of EPL" + (nearest or f"; the sections are {', '.join(sections)}")
-
-
-def _nearest(name: str, candidates: Iterable[str], *, cutoff: float) -> str:
-    folded = {candidate.lower(): candidate for candidate in candidates}
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
-    return f"; the nearest is {folded[close[0]]}" if close else ""
+    raise ConfigError(unknown(str(name), _KEYS))
 
 
 @contextlib.contextmanager
@@ -364,9 +205,9 @@ class Config:
             return
         message = f"{variable} is not a setting of EPL"
         if any(variable.lower().startswith(f"epl_{section.NAME}_") for section in _SECTIONS):
-            raise ConfigError(message + _nearest(variable, keys, cutoff=0.0))
+            raise ConfigError(message + nearest(variable, keys, cutoff=0.0))
         # Another program may own it, or the section may be misspelt: not an error, and not silence.
-        warn(f"{message}{_nearest(variable, keys, cutoff=0.75)}; it is not used")
+        warn(f"{message}{nearest(variable, keys, cutoff=0.75)}; it is not used")
 
     @staticmethod
     def keys() -> tuple[str, ...]:
@@ -397,10 +238,10 @@ class Config:
     __copy__ = copy  # a shallow copy would share its values with the original
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise _UnknownKey(_unknown(name))
+        raise UnknownKey(unknown(name, _KEYS))
 
     def __getattr__(self, name: str) -> object:  # called only for what does not exist
-        raise _UnknownKey(_unknown(name))
+        raise UnknownKey(unknown(name, _KEYS))
 
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, Config) else NotImplemented

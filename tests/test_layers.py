@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "epl"
 LAYERS = (  # bottom first: a module imports from its own layer or from one listed before it
-    *("errors", "lines", "units", "config", "cluster", "env", "scopes", "batch", "loss", "nn"),
+    *("errors", "lines", "units", "keys", "config", "cluster", "env", "scopes", "batch", "loss", "nn"),
     *("ir", "capture", "sharding", "cost", "schedule", "planner", "stage", "passes", "program"),
     *("runtime", "api", "processes", "board", "launcher", "cli", "report"),
 )

@@ -326,10 +326,7 @@ class Graph:
 
     @cached_property
     def _has_a_say(self) -> set[str]:
-        """Values on which the loss depends by operators that autograd follows; without a loss, all values.
-
-        In the graph of one stage, what goes to other stages counts as the loss does.
-        """
+        """Values on which the loss, or what goes to other stages, depends by autograd; without any of these, all values."""
         roots = self.storage_roots
         ends = [out for out in self.outputs if out.role in ("loss", "total") or out.role.startswith("give.")]
         needed = {name for out in ends for name in refs_in(out.value)}

@@ -40,7 +40,7 @@ from epl.sharding.local import Bindable
 from epl.sharding.options import WHOLE
 from epl.sharding.pieces import Piece, Side, pieces_between
 from epl.stage.codegen import StageCode, generate_code
-from epl.stage.stage import Stage, localize
+from epl.stage.stage import Share, Stage, localize
 
 __all__ = ["LoweredStage", "lower_stage", "lower_step", "stage_notes"]
 
@@ -97,16 +97,9 @@ def lower_stage(
         *(graph.inputs[place].name for place in inputs),
         *dict.fromkeys(transfer.value for transfer in program.takes),
     )
-    local = localize(
-        graph,
-        ops,
-        program.gives,
-        parts,
-        choice=traffic.choice(stage) if plan.is_sharded(stage) else None,
-        position=position,
-        num_in_flight=plan.peak_in_flight[stage] if plan.peak_in_flight else 1,
-        index=stage,
-    )
+    choice = traffic.choice(stage) if plan.is_sharded(stage) else None
+    num_in_flight = plan.peak_in_flight[stage] if plan.peak_in_flight else 1
+    local = localize(graph, Share(ops, program.gives, parts, choice, position, num_in_flight, stage))
     local = apply_passes(local, plan)
     return LoweredStage(program, local, generate_code(program.name, local.graph.ops, arguments, local.results))
 

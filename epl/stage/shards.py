@@ -117,7 +117,9 @@ class _Writer:
         self.functions[target] = Exchange(conversion, kind.sizes)
         local = self._local(kind, conversion.value.target)
         views = (ref,) if conversion.value.kind == "nothing" else ()
-        self.ops.append(Op(name, local, target, (Ref(ref),), task=op.task, segment=op.segment, grad=op.grad, views=views))
+        self.ops.append(
+            Op(name, local, target, (Ref(ref),), task=op.task, segment=op.segment, grad=op.grad, views=views)
+        )
         return name
 
     def _as_form(self, op: Op, call: Call, option: Option) -> Op:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from epl.ir.graph import Graph, Op, Output, Ref, Taken, map_refs
+from epl.ir.graph import Graph, Op, Output, Ref, Taken, map_refs, refs_in
 from epl.ir.types import TensorType, Type
 from epl.planner.split import SplitChoice
 from epl.sharding.local import Bindable
@@ -18,7 +18,7 @@ from epl.sharding.options import WHOLE
 from epl.sharding.placements import Placement, Shard, local_shape
 from epl.stage.shards import ShardedStage, shard_stage
 
-__all__ = ["GIVEN", "Stage", "localize"]
+__all__ = ["GIVEN", "Share", "Stage", "localize"]
 
 GIVEN = "give."  # the role of a result that goes to other stages
 
@@ -63,22 +63,12 @@ class Stage:
         return int(held + trained * (1 + state_factor))
 
 
-def localize(
-    graph: Graph,
-    stage_ops: tuple[Op, ...],
-    gives: tuple[str, ...],
-    parts: tuple[Output, ...],
-    *,
-    choice: SplitChoice | None = None,
-    position: int = 0,
-    num_in_flight: int = 1,
-    index: int = 0,
-) -> Stage:
-    """The stage of one rank.
+@dataclass(frozen=True)
+class Share:
+    """What one rank is to run of a graph.
 
     Args:
-        graph: The whole graph.
-        stage_ops: The stage's operators, in order.
+        ops: The stage's operators, in order.
         gives: Values that go to other stages.
         parts: The step's parts that the stage reports, each a value.
         choice: How its devices share out the work on one batch; None if this rank works alone.
@@ -86,46 +76,60 @@ def localize(
         num_in_flight: Most micro-batches held at once.
         index: Number of the stage.
     """
-    sharded = ShardedStage(stage_ops, {}, {}) if choice is None else shard_stage(graph, choice, stage_ops, position)
-    made = {op.name for op in stage_ops}
-    outputs = (*(Output(GIVEN + name, Ref(name)) for name in gives), *parts)
-    read = {name for op in stage_ops for name in op.reads} | {
-        output.value.name for output in outputs if isinstance(output.value, Ref)
-    }
-    ranks = 1 if choice is None else choice.problem.num_ranks
 
-    def local(name: str, placement: Placement) -> TensorType:
-        kind = graph.type_of(name)
-        assert isinstance(kind, TensorType)
+    ops: tuple[Op, ...]
+    gives: tuple[str, ...]
+    parts: tuple[Output, ...]
+    choice: SplitChoice | None = None
+    position: int = 0
+    num_in_flight: int = 1
+    index: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.choice is None else self.choice.problem.num_ranks
+
+    def stored(self, name: str, kind: TensorType) -> TensorType:
+        """What the rank holds of a parameter, buffer or constant."""
+        return self._local(kind, WHOLE if self.choice is None else self.choice.stored.get(name, WHOLE))
+
+    def arriving(self, name: str, kind: Type) -> Type:
+        """What it gets of a value of another stage."""
+        if self.choice is None or not isinstance(kind, TensorType):
+            return kind
+        return self._local(kind, self.choice.crossing(name))
+
+    def _local(self, kind: TensorType, placement: Placement) -> TensorType:
         if not isinstance(placement, Shard):
             return kind
-        return TensorType(kind.dtype, local_shape(kind.sizes, placement, ranks, position))
+        return TensorType(kind.dtype, local_shape(kind.sizes, placement, self.num_ranks, self.position))
 
-    def stored(name: str) -> TensorType:
-        return local(name, WHOLE if choice is None else choice.stored.get(name, WHOLE))
 
-    def crossing(name: str) -> Type:
-        kind = graph.type_of(name)
-        return local(name, WHOLE if choice is None else choice.crossing(name)) if isinstance(kind, TensorType) else kind
-
-    batch = tuple(leaf for leaf in graph.inputs if leaf.name in read)
+def localize(graph: Graph, share: Share) -> Stage:
+    """The stage of one rank: its share of the whole graph."""
+    ops, outputs = share.ops, (*(Output(GIVEN + name, Ref(name)) for name in share.gives), *share.parts)
+    sharded = ShardedStage(ops, {}, {})
+    if share.choice is not None:
+        sharded = shard_stage(graph, share.choice, ops, share.position)
+    made = {op.name for op in ops}
+    read = {name for op in ops for name in op.reads} | {name for out in outputs for name in refs_in(out.value)}
     taken = tuple(
-        Taken(op.name, crossing(op.name), needs_grad=op.name in graph.needs_grad)
+        Taken(op.name, share.arriving(op.name, op.type), needs_grad=op.name in graph.needs_grad)
         for op in graph.ops
         if op.name in read and op.name not in made
     )
     here = Graph(
-        inputs=batch,
-        parameters=tuple(replace(p, type=stored(p.name)) for p in graph.parameters if p.name in read),
-        buffers=tuple(replace(b, type=stored(b.name)) for b in graph.buffers if b.name in read),
-        constants=tuple(replace(c, type=stored(c.name)) for c in graph.constants if c.name in read),
+        inputs=tuple(leaf for leaf in graph.inputs if leaf.name in read),
+        parameters=tuple(replace(p, type=share.stored(p.name, p.type)) for p in graph.parameters if p.name in read),
+        buffers=tuple(replace(b, type=share.stored(b.name, b.type)) for b in graph.buffers if b.name in read),
+        constants=tuple(replace(c, type=share.stored(c.name, c.type)) for c in graph.constants if c.name in read),
         ops=sharded.ops,
         outputs=tuple(_renamed(output, sharded.names) for output in outputs),
         strategies=graph.strategies,
         tasks=graph.tasks,
         taken=taken,
     )
-    return Stage(here, sharded.functions, num_in_flight, ranks, position, index)
+    return Stage(here, sharded.functions, share.num_in_flight, share.num_ranks, share.position, share.index)
 
 
 def _renamed(output: Output, names: Mapping[str, str]) -> Output:
