@@ -44,7 +44,9 @@ def settings(recompute: str, budget: str, chunks: str) -> epl.Config:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT-2 in less memory.")
     parser.add_argument("--recompute", choices=["no", "auto", "marked"], default="no")
-    parser.add_argument("--budget", default="", help="most memory of a rank, as 100MB; EPL chooses what to compute again")
+    parser.add_argument(
+        "--budget", default="", help="most memory of a rank, as 100MB; EPL chooses what to compute again"
+    )
     parser.add_argument("--chunks", choices=["auto", "on", "off"], default="auto", help="losses in chunks")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
