@@ -3,8 +3,8 @@
     python benchmarks/recompute.py [--model bert] [--rounds 7]
 
 The contestants take turns, step by step, on equal weights and the same batch. The peak is what forward and backward of a
-step allocate above what was there before it (no gradients yet), by torch's profiler. "equal peak": the least that EPL computes
-again for a peak that is not above that of a checkpoint around each block; "least memory": all that may be computed again.
+step allocate above what was there before it (no gradients yet), by torch's profiler. "equal peak": the least that EPL
+computes again for a peak that is not above that of a checkpoint around each block; "least memory": all that may be.
 """
 
 from __future__ import annotations

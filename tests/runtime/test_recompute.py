@@ -131,8 +131,11 @@ def measured_peaks(rank: int, job: Job) -> list[int]:
     "job",
     [
         Job("bert", world=1, size=64),
-        Job("gpt2", world=2, num_stages=2, micro_batches=4, size=64),
-        *slow(Job("t5", world=2, size=64), Job("bert", world=2, split=2, size=64)),
+        *slow(
+            Job("gpt2", world=2, num_stages=2, micro_batches=4, size=64),
+            Job("t5", world=2, size=64),
+            Job("bert", world=2, split=2, size=64),
+        ),
     ],
     ids=str,
 )
