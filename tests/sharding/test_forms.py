@@ -9,6 +9,7 @@ import torch
 
 from epl.sharding.forms import FORMS, Cut
 from epl.sharding.options import Option
+from epl.sharding.placements import Shard
 from epl.sharding.rules import options_of
 from tests.sharding.checks import call_on_shards, cut_of
 from tests.sharding.samples import Sample, case, const, whole
@@ -79,3 +80,24 @@ def test_cross_entropy_over_cut_classes_moves_no_logits(monkeypatch: pytest.Monk
 def test_a_cut_without_types_gives_those_of_its_arguments():
     cut = Cut((), (), (), ())
     assert cut.typed(torch.ones(2), torch.ones(2).half()).dtype == torch.half
+
+
+@pytest.mark.parametrize("name", ["topk", "max.dim"])
+def test_what_was_chosen_may_be_changed_in_place(name: str):
+    """Mixtral divides the weights of the chosen experts by their sum in place."""
+    count = 3 if name == "topk" else 1
+    sample = case(name, const(4, 10), count, 1) if name == "topk" else case(name, const(4, 10), 1)
+    (option,) = (each for each in _of_form(sample) if isinstance(each.inputs[0], Shard) and each.inputs[0].dim == 1)
+
+    def run(ranks: ThreadRank) -> torch.Tensor:
+        own = const(4, 10).tensor_split(2, 1)[ranks.rank].clone().requires_grad_()
+        cut = cut_of(sample, option)
+        arguments = {"k": 3, "largest": True, "sorted": True} if name == "topk" else {}
+        values, _ = FORMS[option.form](ranks, cut, self=own * 1, dim=1, **arguments)
+        values.div_(2)
+        values.sum().backward()
+        assert own.grad is not None
+        return own.grad
+
+    gradient = torch.cat(run_ranks(2, run), 1)
+    assert gradient.sum().item() == pytest.approx(4 * count / 2)

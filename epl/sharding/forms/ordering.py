@@ -35,17 +35,20 @@ def _choose(
     all_places = torch.cat(ranks.all_gather((places + start).contiguous(), shapes), dim)
     _, best = choose(all_values)
     found = all_places.gather(dim, best)
-    return _Chosen.apply(own, all_values.gather(dim, best), found - start, dim), found  # type: ignore[return-value]
+    return _Chosen.apply(own, all_values, best, found - start, dim), found  # type: ignore[return-value]
 
 
 class _Chosen(torch.autograd.Function):
-    """Values chosen from all ranks' tensors; ``places`` are counted from this rank's first."""
+    """The ``best`` of all ranks' values; ``places`` are counted from this rank's first."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, values: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, own: torch.Tensor, values: torch.Tensor, best: torch.Tensor, places: torch.Tensor, dim: int
+    ) -> torch.Tensor:
         ctx.dim, ctx.shape = dim, own.shape
         ctx.save_for_backward(places)
-        return values
+        # made here: what forward returns as it was given must not be changed in place by the model
+        return values.gather(dim, best)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -53,7 +56,7 @@ class _Chosen(torch.autograd.Function):
         elsewhere = (places < 0) | (places >= ctx.shape[ctx.dim])
         own = gradients[0].new_zeros(ctx.shape)
         own.scatter_add_(ctx.dim, places.masked_fill(elsewhere, 0), gradients[0].masked_fill(elsewhere, 0))
-        return own, None, None, None
+        return own, None, None, None, None
 
 
 def _best(name: str) -> Form:
