@@ -109,7 +109,7 @@ class _Cluster(Section):
 
 class _Optimizer(Section):
     NAME = "optimizer"
-    num_apply_group = Key(1, "Groups of weights that are stepped one after another.", at_least=1, available=False)
+    num_apply_group = Key(1, "Groups of weights that are stepped one after another.", at_least=1)
 
 
 class _Run(Section):

@@ -33,7 +33,6 @@ _UNAVAILABLE = {
     "amp.level": "O1",
     "amp.debug_log": True,
     "amp.loss_scale": 128,
-    "optimizer.num_apply_group": 2,
 }
 
 _DEFAULTS = {

@@ -77,6 +77,7 @@ def make_plan(
         extra_compute=config.gradient_checkpoint.extra_compute,
         chunked_loss=config.loss.chunked,
         chunk_rows=config.loss.chunk_rows,
+        num_apply_groups=config.optimizer.num_apply_group,
         notes=_notes(graph, len(stages), is_opaque),
     )
 

@@ -157,6 +157,7 @@ class Plan:
         state_factor: Bytes of optimizer states for each byte of a trained weight; Adam's two moments are 2.
         chunked_loss: Whether logits and their loss are computed in chunks of rows: ``auto``, ``on`` or ``off``.
         chunk_rows: Rows of a chunk; 0: as fits.
+        num_apply_groups: Groups of weights that an optimizer steps one after another.
         notes: What the reader should know, a line each.
     """
 
@@ -184,6 +185,7 @@ class Plan:
     state_factor: float = 2.0
     chunked_loss: str = "auto"
     chunk_rows: int = 0
+    num_apply_groups: int = 1
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -359,7 +361,7 @@ def _reference_faults(plan: Plan) -> Iterator[str]:
 
 
 def _number_faults(plan: Plan) -> Iterator[str]:
-    for name in ("num_micro_batches", "max_buckets", "num_communicators"):
+    for name in ("num_micro_batches", "max_buckets", "num_communicators", "num_apply_groups"):
         if getattr(plan, name) < 1:
             yield f"{name} is {getattr(plan, name)}; at least 1 is needed"
     if plan.schedule.lower() not in [name.lower() for name in SCHEDULE_NAMES]:

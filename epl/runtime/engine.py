@@ -29,8 +29,8 @@ from epl.runtime.memory import MemoryReport, Subject, report_memory
 from epl.runtime.model import ParallelModel, in_eval_mode
 from epl.runtime.optimizers import fit_optimizers, refuse_optimizers, state_factor
 from epl.runtime.recheck import check_gradients
-from epl.runtime.results import Merged, OutputForm, join_outputs, merge
-from epl.runtime.runner import Ran, Runner
+from epl.runtime.results import Merged, OutputForm, join_outputs
+from epl.runtime.runner import Runner
 from epl.runtime.state import (
     add_gradients,
     agree_on_model,
@@ -134,7 +134,7 @@ class Engine:
         if make_equal(self._world, self._model) and self._world.rank == 0:
             warn("the ranks started with different weights; all continue with those of rank 0")
         release(self._model, plan, self._world.rank)
-        fit_optimizers(self._optimizers, self._model, plan, self._world.rank)
+        self._undo = fit_optimizers(self._optimizers, self._model, plan, self._world.rank)
         self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
         self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
         if self._world.rank == 0:
@@ -210,7 +210,7 @@ class Engine:
         """Forward and backward; the gradients are this batch's alone."""
         ran = self._prepared.run("train", batch)
         self._buffers_differ = True
-        merged = self._merge(ran)
+        merged = ran.merged(self._world)
         if merged.divisor is not None and self.plan.reduce_method == "mean":
             scale_gradients(self._parameters, 1.0 / merged.divisor if merged.divisor else float("nan"))
         return merged
@@ -243,10 +243,7 @@ class Engine:
         with in_eval_mode(self._model):
             self.prepare(batch)
             self._align_buffers()
-            return self._merge(self._prepared.run("eval", batch)).result
-
-    def _merge(self, ran: Ran) -> Merged:
-        return merge(self._world, ran.variant.graph, ran.results, ran.num_samples)
+            return self._prepared.run("eval", batch).merged(self._world).result
 
     def _align_buffers(self) -> None:
         runner = self._prepared
@@ -394,7 +391,8 @@ class Engine:
         return recording(self._world, lambda: self.plan, path)
 
     def close(self) -> None:
-        """Take EPL's hooks off the model. The ranks stay connected; the process group ends with the process."""
+        """Take EPL's hooks off model and optimizers. The ranks stay connected until the process ends."""
         if self._runner is not None:
             self._runner.close()
+            self._undo()
             self._runner = None

@@ -195,7 +195,9 @@ def _predicted(subject: Subject, batch: Any | None) -> _Prediction:
         keeps_sends=subject.world.device.type == "cpu",
     )
     gradients = frozenset[str]().union(*(memory.gradients for memory in memories.values()))
-    updates = simulate_updates(subject.optimizers, dict(subject.model.named_parameters()), gradients)
+    updates = simulate_updates(
+        subject.optimizers, dict(subject.model.named_parameters()), gradients, runner.plan.num_apply_groups
+    )
     micro_batches = [memories[id(variant)] for variant in variants]
     curve = predict(program, micro_batches, holdings, updates.later if batch is None else updates.next)
     return _Prediction(curve, program, list(constants.values()))

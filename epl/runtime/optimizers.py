@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from epl.errors import StrategyError
 from epl.planner.plan import ParameterPlan, Plan
+from epl.runtime.apply import apply_in_groups, refuse_groups
 from epl.runtime.state import own_part
 
 __all__ = ["fit_optimizers", "refuse_optimizers", "state_factor"]
@@ -22,8 +23,10 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Refuse what would make another update of a part of a weight than of the whole.
 
     Raises:
-        StrategyError: an optimizer looks at whole weights, and the plan cuts some.
+        StrategyError: an optimizer looks at whole weights, and the plan cuts some; or at all weights, and the plan steps
+            them in groups.
     """
+    refuse_groups(optimizers, plan.num_apply_groups)
     is_cut = any(entry.placement != "R" for entry in plan.parameters if entry.kind == "parameter")
     wrong = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer).__name__ in _NEED_WHOLE_WEIGHTS]
     if is_cut and wrong:
@@ -57,13 +60,18 @@ def _factor(optimizer: Optimizer) -> float:
     return sum(value.nbytes for value in kept if value.numel() > 1) / weight.nbytes
 
 
-def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan, rank: int) -> None:
-    """Cut what optimizers already keep of weights that are cut: some make their state when they are made."""
+def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan, rank: int) -> Callable[[], None]:
+    """Make optimizers fit a plan; gives a function that undoes what concerns their later steps.
+
+    What they already keep of weights that are cut is cut, since some make their state when they are made; and they step
+    their weights in as many groups as the plan says.
+    """
     parameters = dict(model.named_parameters())
     for entry in plan.parameters:
         if entry.kind == "parameter" and entry.placement != "R" and plan.place_of(rank)[0] in entry.stages:
             for optimizer in optimizers:
                 _fit(optimizer, parameters[entry.path], entry, plan, rank)
+    return apply_in_groups(optimizers, plan.num_apply_groups)
 
 
 def _fit(optimizer: Optimizer, parameter: nn.Parameter, entry: ParameterPlan, plan: Plan, rank: int) -> None:

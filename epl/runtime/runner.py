@@ -29,7 +29,7 @@ from epl.runtime.collectives import GroupCollectives
 from epl.runtime.executor import BoundStage, Executor, MicroBatch
 from epl.runtime.probe import ScaleProbe
 from epl.runtime.reducer import ReduceGroup, Reducer
-from epl.runtime.results import PartResult, kind_of_part, seed_of
+from epl.runtime.results import Merged, PartResult, kind_of_part, merge, seed_of
 from epl.runtime.rng import generator_kept, reseeder
 from epl.runtime.world import Group, World
 from epl.schedule import forward_only, generate
@@ -58,6 +58,10 @@ class Ran:
     variant: Variant
     results: tuple[PartResult, ...]
     num_samples: int
+
+    def merged(self, world: World) -> Merged:
+        """Of all micro-batches and replicas; all ranks call it together."""
+        return merge(world, self.variant.graph, self.results, self.num_samples)
 
 
 class Runner:

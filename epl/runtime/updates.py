@@ -18,6 +18,7 @@ from epl.capture.fakes import Fakes
 from epl.capture.ledger import Ledger
 from epl.ir.types import TensorType
 from epl.program.memory import Update
+from epl.runtime.apply import step_in_groups
 from epl.stage.simulate import changes_of
 
 __all__ = ["Updates", "simulate_updates", "state_tensors"]
@@ -37,7 +38,10 @@ def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 
 def simulate_updates(
-    optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], gradients: Collection[str]
+    optimizers: Sequence[Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    gradients: Collection[str],
+    num_groups: int = 1,
 ) -> Updates:
     """The memory of a step of these optimizers.
 
@@ -45,9 +49,10 @@ def simulate_updates(
         optimizers: The user's; they stay as they are.
         parameters: The model's, by path.
         gradients: Paths of those that have a gradient on this rank.
+        num_groups: Groups of weights that are stepped one after another.
     """
     try:
-        return _simulated(optimizers, {parameters[path] for path in gradients})
+        return _simulated(optimizers, {parameters[path] for path in gradients}, num_groups)
     except Exception as error:  # an optimizer of the user's may do anything; a memory report must not fail with it
         before = sum(tensor.nbytes for tensor in state_tensors(optimizers))
         text = str(error).strip().split("\n")[0]
@@ -55,7 +60,7 @@ def simulate_updates(
         return Updates(update, update)
 
 
-def _simulated(optimizers: Sequence[Optimizer], with_gradient: Collection[nn.Parameter]) -> Updates:
+def _simulated(optimizers: Sequence[Optimizer], with_gradient: Collection[nn.Parameter], num_groups: int) -> Updates:
     fakes, ledger = Fakes(), Ledger()
     stand_ins = [_stand_in(optimizer, with_gradient, fakes, ledger) for optimizer in optimizers]
     before = sum(tensor.nbytes for tensor in state_tensors(stand_ins))
@@ -63,7 +68,7 @@ def _simulated(optimizers: Sequence[Optimizer], with_gradient: Collection[nn.Par
     with fakes.mode, ledger:
         for _ in range(2):
             for optimizer in stand_ins:
-                optimizer.step()
+                step_in_groups(optimizer, optimizer.step, num_groups)
             ends.append(len(ledger.entries))
         kinds = {ledger.number_of(tensor): "optimizer" for tensor in state_tensors(stand_ins)}
     after = sum(tensor.nbytes for tensor in state_tensors(stand_ins))
