@@ -68,7 +68,7 @@ class _GradientCheckpoint(Section):
     memory_budget = Key(
         "",
         "With auto: the most memory that a rank may use, as 6GiB; empty: as little as extra_compute allows.",
-        pattern=r"|\d+(\.\d+)?\s*([KMGT]?i?B)?",
+        pattern=r"|[0-9]+(\.[0-9]+)?\s*[KMGTkmgt]?i?[Bb]?",
     )
     extra_compute = Key(
         0.34, "With auto: the most that may be computed again, as a share of a step's work.", at_least=0

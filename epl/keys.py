@@ -89,7 +89,7 @@ class Key(Generic[T]):
             words.append(kind if self.at_least is None else f"{kind} of at least {self.at_least:g}")
         if isinstance(self.default, int | float) and not self._in_range(self.default):
             words.append(repr(self.default))
-        return " or ".join(words) + (f" that matches {self.pattern} ({self.doc})" if self.pattern else "")
+        return " or ".join(words) + (f" as in: {self.doc}" if self.pattern else "")
 
     def convert(self, value: object) -> T:
         """The value to store for one written in Python; a ConfigError if it is wrong or not available yet."""
@@ -126,6 +126,8 @@ class Key(Generic[T]):
     def _accept(self, value: Any) -> Any:
         """The value as it is stored; KeyError or ValueError if it is not allowed."""
         kind = self._kind
+        if self.pattern and isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)  # a number of bytes, or of a device
         if isinstance(value, str) and self.choices:
             spelling = {choice.lower(): choice for choice in self.choices}
             return spelling[value.lower()]
@@ -135,7 +137,7 @@ class Key(Generic[T]):
             raise ValueError
         if kind is float and not math.isfinite(cast(float, value)):
             raise ValueError
-        if self.pattern and not re.fullmatch(self.pattern, value):
+        if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise ValueError
         if value != self.default and not self._in_range(value):
             raise ValueError

@@ -28,7 +28,7 @@ def size_bytes_of(text: str) -> int:
     """
     if not text.strip():
         return 0
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write 6GiB, 500MB or a number of bytes")
     number, letter, binary = match.groups()

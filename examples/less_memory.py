@@ -2,7 +2,7 @@
 
     epl launch --nproc 2 examples/less_memory.py                        everything kept
     epl launch --nproc 2 examples/less_memory.py --recompute auto       as little memory as a third more work allows
-    epl launch --nproc 2 examples/less_memory.py --budget 100MB         at most so much on a rank, with the least extra work
+    epl launch --nproc 2 examples/less_memory.py --budget 60MB          at most so much on a rank, with the least extra work
     epl launch --nproc 2 examples/less_memory.py --recompute marked     what the script itself marks: every block
 
 All of them print the same losses, dropout and all, and then what each rank's memory was predicted to be and what it was. A
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT-2 in less memory.")
     parser.add_argument("--recompute", choices=["no", "auto", "marked"], default="no")
     parser.add_argument(
-        "--budget", default="", help="most memory of a rank, as 100MB; EPL chooses what to compute again"
+        "--budget", default="", help="most memory of a rank, as 60MB; EPL chooses what to compute again"
     )
     parser.add_argument("--chunks", choices=["auto", "on", "off"], default="auto", help="losses in chunks")
     parser.add_argument("--layers", type=int, default=4)
@@ -71,7 +71,12 @@ def main() -> None:
         if step == arguments.steps:  # the last one is measured, too; it is a training step like the others
             report = engine.memory_report(batch)
             if is_first:
-                print(report, flush=True)
+                print(
+                    report,
+                    f"step {step:>3} of {arguments.steps}: loss {float(report.result):.4f}",
+                    sep="\n",
+                    flush=True,
+                )
         else:
             loss = engine.train_step(batch)
             if is_first:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from epl.ir.verify import verify
 from epl.passes.chunked_loss import chunk_losses
 from epl.passes.recompute import recompute
+from epl.passes.settle import settle_buffers
 from epl.planner.plan import Plan
 from epl.stage.stage import Stage
 
@@ -17,7 +18,7 @@ __all__ = ["PASSES", "apply_passes"]
 
 Pass = Callable[[Stage, Plan], Stage]
 
-PASSES: tuple[Pass, ...] = (chunk_losses, recompute)
+PASSES: tuple[Pass, ...] = (settle_buffers, chunk_losses, recompute)
 
 
 def apply_passes(stage: Stage, plan: Plan) -> Stage:

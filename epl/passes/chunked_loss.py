@@ -19,7 +19,7 @@ from epl.errors import PlanError, bulleted
 from epl.ir.graph import Op
 from epl.ir.types import TensorType
 from epl.passes.chunked_operator import NONE, SHORT, ChunkedLoss
-from epl.passes.chunked_rewrite import rewrite
+from epl.passes.chunked_rewrite import fused_argmax, rewrite
 from epl.passes.loss_heads import Head, Refusal, find_heads
 from epl.planner.plan import Plan
 from epl.stage.stage import Stage
@@ -134,6 +134,7 @@ class _Sizes:
         return (
             f"in chunks of {self.chunk_rows:,} of {self.rows:,} rows, with gradients made in {where}: at the peak "
             f"{size_text(self.plain_bytes)} -> {size_text(self.chunked_bytes)}"
+            f"{', and the logits once more as a whole for a metric' if self.is_whole_too else ''}"
         )
 
     @property
@@ -164,6 +165,7 @@ def _sizes(stage: Stage, plan: Plan, head: Head) -> _Sizes:
         and torch.float16 not in (dtype, weight.dtype, x.dtype)
     )
     others = stage.num_in_flight - 1
+    best = None if _cuts_classes(head) else fused_argmax(graph, head)
     return _Sizes(
         rows=rows,
         chunk_rows=plan.chunk_rows or (_rows(rows, row_bytes) if logits.is_static else MIN_ROWS),
@@ -174,7 +176,7 @@ def _sizes(stage: Stage, plan: Plan, head: Head) -> _Sizes:
         num_in_flight=stage.num_in_flight,
         # micro-batches that wait for their backward pass may keep gradients that are small beside what they save
         in_forward=may_be_forward and 8 * others * of_weight <= others * kept_rows * rows * row_bytes,
-        is_whole_too=any(op.target != "aten.sym_size.int" for op in head.metrics),
+        is_whole_too=any(op.target != "aten.sym_size.int" and op is not best for op in head.metrics),
     )
 
 

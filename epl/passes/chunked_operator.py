@@ -31,6 +31,7 @@ from epl.errors import RunError
 from epl.sharding.collectives import Collectives, LonelyRank
 from epl.sharding.forms import Cut
 from epl.sharding.forms.base import first_of, widened
+from epl.sharding.forms.losses import check_targets
 
 __all__ = ["MEAN", "NONE", "SHORT", "SUM", "ChunkedLoss", "Map"]
 
@@ -105,7 +106,7 @@ class _Chunked(torch.autograd.Function):
                 if any(sums.needs):
                     sums.add(chunk, call.share[chunk.rows])
         if loss.in_forward:
-            ctx.save_for_backward(*sums.found())
+            ctx.save_for_backward(*sums.found(), call.kept.any())
         elif any(needs):
             ctx.save_for_backward(*tensors, call.highest, call.powers, call.count)
         if call.best is not None:
@@ -120,13 +121,16 @@ class _Chunked(torch.autograd.Function):
         if given is None or not any(ctx.needs):
             return (None,) * 8
         if ctx.loss.in_forward:
+            *gradients, is_any = ctx.saved_tensors
+            # where no row counts there is no gradient, even if the loss, and what comes back, is not a number
+            given = given.masked_fill(~is_any, 0)
             # in place: a second gradient of the weight's size is what this is to avoid
-            found = [None if gradient is None else gradient.mul_(given) for gradient in ctx.saved_tensors]
+            found = [None if gradient is None else gradient.mul_(given) for gradient in gradients]
         else:
             *tensors, highest, powers, count = ctx.saved_tensors
             with torch.autocast(given.device.type, enabled=False):
                 call = _Call(ctx.loss, ctx.ranks, tensors, count)
-                share = call.share * given.to(call.share.dtype)
+                share = (call.share * given.to(call.share.dtype)).masked_fill(~call.kept, 0)
                 sums = _Gradients(call, ctx.needs)
                 for chunk in call.chunks():
                     chunk.measured(highest[chunk.rows], powers[chunk.rows])
@@ -151,6 +155,7 @@ class _Call:
         start = first_of(ranks, loss.cut)[1] if loss.cut is not None else 0
         self.kept = self.target != loss.ignored
         target = self.target.masked_fill(~self.kept, 0)
+        check_targets(target, loss.num_classes)
         self.counts = self.kept.to(wide)
         if class_weight is not None:
             class_weight = class_weight.to(wide)

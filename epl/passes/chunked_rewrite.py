@@ -11,7 +11,7 @@ from epl.passes.loss_heads import Head, Step
 from epl.sharding.options import Call
 from epl.stage.stage import Stage
 
-__all__ = ["rewrite"]
+__all__ = ["fused_argmax", "rewrite"]
 
 Shape = tuple[int | None, ...]
 
@@ -36,7 +36,7 @@ class _Rewriter:
         self._rows = {
             head.linear.name: head.x
         }  # the rows of features in the place of each value between layer and loss
-        self._best = None if operator.cut is not None else _fused_argmax(stage.graph, head)
+        self._best = None if operator.cut is not None else fused_argmax(stage.graph, head)
         if self._best is not None:
             before = head.steps[: head.place_read_by(self._best)]
             operator = replace(operator, argmax_after=sum(step.map is not None for step in before))
@@ -166,7 +166,7 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     return tuple(-1 if size is None else size for size in shape)
 
 
-def _fused_argmax(graph: Graph, head: Head) -> Op | None:
+def fused_argmax(graph: Graph, head: Head) -> Op | None:
     """A metric that the chunks can compute: the largest class of the very rows that the loss is of."""
     for op in head.metrics:
         if op.target != "aten.argmax.default":

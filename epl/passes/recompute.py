@@ -9,11 +9,12 @@ are copied for the second run. Random operators draw again what they drew, since
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from epl.cost.devices import device_model
 from epl.ir.graph import Graph, Op, Ref, map_refs
 from epl.ir.types import ListType
-from epl.passes.segment_costs import Estimate, StageCosts, forward_times
+from epl.passes.segment_costs import Estimate, Segment, StageCosts, forward_times
 from epl.passes.segment_search import Choice, search
 from epl.planner.plan import Plan
 from epl.stage.codegen import SCRATCH
@@ -24,6 +25,7 @@ from epl.units import size_text
 __all__ = ["recompute"]
 
 _SEGMENT_OPERATORS = 8  # a segment costs as much as so many of the cheapest operators [measured: CPU, 2026-11]
+_FILLED_LATE = ("aten.rrelu",)  # keeps noise that its kernel is still to draw, where computing again may end before
 _WORK = 3  # a step's work in units of its forward: backward is twice as much
 
 
@@ -32,13 +34,18 @@ def recompute(stage: Stage, plan: Plan) -> Stage:
 
     A budget is kept if it can be (:mod:`epl.program.budget` sees to it that it can); else as little is kept as can be.
     """
+    marked = _marked_segments(stage.graph)
+    if marked:
+        note = f"{stage.name}: {len(marked)} segments that the model marks are computed again in backward"
+        stage = replace(stage, notes=(*stage.notes, note))
     if plan.recompute != "auto" or not stage.graph.needs_grad:
         return stage
     stage = replace(stage, graph=_counters_first(stage.graph))
+    marked = _marked_segments(stage.graph)
     device = device_model(plan.device_kind)
     memory, about = memory_of(stage, stage.num_ranks, stage.position)
     times_s = forward_times(stage.graph, device)
-    costs = StageCosts(memory, about, times_s, _SEGMENT_OPERATORS * device.operator_s, stage.num_in_flight)
+    costs = StageCosts(memory, about, times_s, _SEGMENT_OPERATORS * device.operator_s, stage.num_in_flight, marked)
     longest = _longest(stage.graph, about, plan.recompute_end)
     budget = plan.activation_budgets[stage.index] if plan.activation_budgets else 0
     most_s = float("inf") if budget else plan.extra_compute * _WORK * float(times_s.sum())
@@ -52,10 +59,18 @@ def _note(stage: Stage, plain: Estimate, choice: Choice, share: float) -> str:
     chosen = choice.estimate
     count = f"{len(choice.segments)} segment{'s' if len(choice.segments) != 1 else ''}"
     return (
-        f"{stage.name} computes {count} again in backward, {share:.0%} more work: activations of a micro-batch "
+        f"{stage.name} computes {count} again in backward, chosen for {share:.0%} more work: activations of a micro-batch "
         f"{size_text(plain.kept_bytes)} -> {size_text(chosen.kept_bytes)}, at the peak {size_text(plain.peak_bytes)} -> "
         f"{size_text(chosen.peak_bytes)}"
     )
+
+
+def _marked_segments(graph: Graph) -> tuple[Segment, ...]:
+    """The runs of operators that the user has marked."""
+    places = [place for place, op in enumerate(graph.ops) if op.segment is not None]
+    runs = groupby(places, key=lambda place: (graph.ops[place].segment, place - places.index(place)))
+    found = [list(run) for _, run in runs]
+    return tuple((run[0], run[-1] + 1) for run in found)
 
 
 def _counters_first(graph: Graph) -> Graph:
@@ -93,11 +108,14 @@ def _may_run_again(graph: Graph, op: Op, about: OpMemory, last_task: int) -> boo
         return False
     if last_task >= 0 and (op.task or 0) > last_task:
         return False
-    if op.target.startswith(("function.", "loss.", "aten._assert_scalar")):
+    if op.target.startswith(("function.", "loss.", "aten._assert_scalar", *_FILLED_LATE)):
         return False
-    # what is written to and not returned: a copy will do for the second run, if nobody else reads it
-    outside = [name for name in op.writes if graph.storage_roots[name] in graph.leaves]
-    return not outside or (not op.views and all(len(graph.readers[name]) == 1 for name in outside))
+    changing = {name for name in op.reads if graph.storage_roots[name] in graph.leaves.keys() & graph.written.keys()}
+    if not changing:
+        return True
+    # what is written to and not returned: a copy will do for the second run, if nobody else reads it; all else may have
+    # been changed by the next micro-batch
+    return changing <= set(op.writes) and not op.views and all(len(graph.readers[name]) == 1 for name in changing)
 
 
 class _Limits:

@@ -72,6 +72,7 @@ class StageCosts:
         times_s: Seconds of each operator's forward.
         segment_s: Seconds that a segment costs beside its operators.
         num_in_flight: Micro-batches held at once.
+        marked: Segments that are there whatever is chosen: those that the user has marked.
     """
 
     memory: Sequence[Memory]
@@ -79,6 +80,7 @@ class StageCosts:
     times_s: np.ndarray
     segment_s: float
     num_in_flight: int
+    marked: tuple[Segment, ...] = ()
 
     @property
     def num_ops(self) -> int:
@@ -117,12 +119,12 @@ class StageCosts:
         return np.cumsum(change)[: self.num_ops + 1]
 
     def estimate(self, segments: Sequence[Segment]) -> Estimate:
-        """What a choice of segments, in order and apart, comes to."""
+        """What a choice of segments, apart from each other and from what is marked, comes to."""
         start_of = np.full(self.num_ops + 1, -1)
         end_of = np.full(self.num_ops + 1, -1)
-        for start, end in segments:
+        for start, end in (*segments, *self.marked):
             start_of[start:end], end_of[start:end] = start, end
-        backward, forward = np.zeros(self.num_ops + 2), np.zeros(self.num_ops + 2)
+        backward, forward, again = (np.zeros(self.num_ops + 2) for _ in range(3))
         kept_bytes = 0.0
         for each in self.activations:
             kept_from = _kept_from(each, start_of, self.num_ops)
@@ -134,16 +136,38 @@ class StageCosts:
             else:
                 forward[made] += size
                 forward[min(max(each.readers, default=made), self.num_ops) + 1] -= size
-            again = [place for place in each.savers if start_of[place] >= 0 and start_of[place] <= each.maker]
-            if again:
-                backward[min(again)] += size
-                backward[end_of[again[0]]] -= size
+            savers = [place for place in each.savers if start_of[place] >= 0 and start_of[place] <= each.maker]
+            if savers:
+                backward[min(savers)] += size
+                backward[end_of[savers[0]]] -= size
+            if each.maker >= 0 and start_of[each.maker] >= 0:  # made again, and there until it is saved or read last
+                end = int(end_of[each.maker])
+                last = end - 1 if savers else min(max(each.readers, default=made), end - 1)
+                again[made] += size
+                again[last + 1] -= size
         of_one = max(
             (np.cumsum(backward)[: self.num_ops + 1] + self._gradients).max(initial=0.0),
             np.cumsum(forward)[: self.num_ops + 1].max(initial=0.0),
+            self._most_while_again(np.cumsum(backward), np.cumsum(again), (*segments, *self.marked), start_of),
         )
         peak = of_one + (self.num_in_flight - 1) * kept_bytes
         return Estimate(float(peak), kept_bytes, sum(map(self.again_s, segments)))
+
+    def _most_while_again(
+        self, backward: np.ndarray, again: np.ndarray, segments: Sequence[Segment], start_of: np.ndarray
+    ) -> float:
+        """The most while a segment runs again: what it makes, beside what is there when its backward begins."""
+        inside = np.zeros(self.num_ops + 1)
+        for each in self.activations:
+            if each.maker >= 0 and any(start_of[each.maker] == start_of[place] >= 0 for place in each.savers):
+                inside[int(start_of[each.maker])] += each.size_bytes
+        return max(
+            (
+                float(backward[end - 1] - inside[start] + self._gradients[end - 1] + again[start:end].max())
+                for start, end in segments
+            ),
+            default=0.0,
+        )
 
 
 def _kept_from(memory: Memory, start_of: np.ndarray, num_ops: int) -> int | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from epl.errors import PlanError
+from epl.errors import PlanError, bulleted
 from epl.ir.graph import Graph
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
@@ -25,9 +25,10 @@ from epl.units import size_text
 
 __all__ = ["fit_budget"]
 
-_MOST_TRIES = 6
-_MARGIN = 1.02  # predictions are exact for most models, and up to 2 % low for some
-_TEMPORARIES = 3  # of the optimizer, in sizes of the largest weight: Adam's loop makes two and frees them one late
+_MOST_TRIES = 7
+_NEAR = 0.97  # of the budget: near enough
+_MARGIN = 1.03  # predictions are exact for most models, and up to 2 or 3 % low for some
+_TEMPORARIES = 2  # of the optimizer, in sizes of the largest weight: Adam's, which steps weights one by one
 
 
 @dataclass(frozen=True)
@@ -77,25 +78,70 @@ def fit_budget(
     if not plan.memory_budget:
         return plan
     job = _Job(graph, plan, functions, splits)
-    allowed = tuple(_fit(job, stage) for stage in range(plan.num_stages))
-    return replace(plan, activation_budgets=allowed)
+    found = [_fit(job, stage) for stage in range(plan.num_stages)]
+    faults = [fit for fit in found if isinstance(fit, str)]
+    if faults:
+        raise PlanError(
+            bulleted(
+                f"gradient_checkpoint.memory_budget is {size_text(plan.memory_budget)}, and that cannot be kept. Give it "
+                "as much as is needed, cut the batch into more micro-batches (pipeline.num_micro_batch), or the model over "
+                "more devices:",
+                faults,
+            )
+        )
+    fits = [fit for fit in found if not isinstance(fit, str)]
+    notes = (
+        f"stage {stage}: a rank's memory is predicted as {size_text(fit.peak_bytes)} of a budget of "
+        f"{size_text(plan.memory_budget)}"
+        for stage, fit in enumerate(fits)
+    )
+    return replace(plan, activation_budgets=tuple(fit.room for fit in fits), notes=(*plan.notes, *notes))
 
 
-def _fit(job: _Job, stage: int) -> int:
-    """Bytes for the activations of a stage."""
+class _Fit(NamedTuple):
+    """Bytes for the activations of a stage, and what a rank's memory comes to with them."""
+
+    room: int
+    peak_bytes: int
+
+
+def _fit(job: _Job, stage: int) -> _Fit | str:
+    """The most that the activations of a stage may take, so that as little as can be is computed again; or why not.
+
+    More room for activations means less computed again, and a higher peak, but for small steps in both: so the largest
+    room that fits is found by halving.
+    """
     plan, budget = job.plan, job.plan.memory_budget / _MARGIN
-    least, curve = job.predict(replace(plan, activation_budgets=(1,) * plan.num_stages), stage)
-    if curve.peak_bytes > budget:
-        raise PlanError(_too_small(plan, stage, curve))
-    room = budget - least.stage.static_bytes(plan.state_factor)
+
+    def attempt(room: float) -> tuple[_Fit, MemoryCurve]:
+        budgets = (max(1, int(room)),) * plan.num_stages
+        _, curve = job.predict(replace(plan, activation_budgets=budgets), stage)
+        return _Fit(budgets[0], curve.peak_bytes), curve
+
+    everything, curve = attempt(2**62)
+    if curve.problems:
+        return f"stage {stage}: the memory cannot be predicted, so that no budget can be promised: {curve.problems[0]}"
+    if everything.peak_bytes <= budget:
+        return everything
+    best: _Fit | None = None
+    low, high = 0.0, float(max(sample.total for sample in curve.samples))
+    least = attempt(1)
+    tried = [least]
     for _ in range(_MOST_TRIES):
-        if room <= 1:
-            break
-        _, curve = job.predict(replace(plan, activation_budgets=(int(room),) * plan.num_stages), stage)
-        if curve.peak_bytes <= budget:
-            return int(room)
-        room -= curve.peak_bytes - budget
-    return 1  # as little as can be, which fits
+        fit, curve = attempt((low + high) / 2)
+        tried.append((fit, curve))
+        if fit.peak_bytes <= budget:
+            best, low = fit, (low + high) / 2
+            if fit.peak_bytes >= _NEAR * budget:
+                break
+        else:
+            high = (low + high) / 2
+    if best is None:
+        fit, curve = min(tried, key=lambda each: each[0].peak_bytes)
+        if fit.peak_bytes > budget:
+            return _too_small(plan, stage, curve)
+        best = fit
+    return best
 
 
 def _reduced(plan: Plan, rank: int) -> frozenset[str]:
@@ -110,8 +156,6 @@ def _reduced(plan: Plan, rank: int) -> frozenset[str]:
 def _too_small(plan: Plan, stage: int, curve: MemoryCurve) -> str:
     parts = ", ".join(f"{size_text(size)} of {name}" for name, size in curve.at_peak.items() if size)
     return (
-        f"gradient_checkpoint.memory_budget is {size_text(plan.memory_budget)}, and a rank of stage {stage} "
-        f"{plan.stages[stage].name!r} needs at least {size_text(curve.peak_bytes * _MARGIN)} with all computed again that "
-        f"can be: {parts}. Give it that much, cut the batch into more micro-batches (pipeline.num_micro_batch), or the "
-        "model over more devices."
+        f"a rank of stage {stage} {plan.stages[stage].name!r} needs at least {size_text(curve.peak_bytes * _MARGIN)}, "
+        f"{_MARGIN - 1:.0%} to spare included, with all computed again that helps: {parts}"
     )

@@ -375,7 +375,7 @@ class Engine:
         if batch is not None:
             self.prepare(batch)
         subject = Subject(self._world, self._prepared, self._model, self._optimizers, self.train_step)
-        self._together("memory_report")
+        self._together(f"memory_report({'batch' if batch is not None else None}, {path})")
         return report_memory(subject, batch, path)
 
     def trace(self, path: str) -> contextlib.AbstractContextManager[None]:

@@ -57,9 +57,13 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of all ranks over one training step, by rank."""
+    """The memory of all ranks over one training step, by rank.
+
+    ``result`` is what the step that was measured has returned, as ``train_step`` does; None if none was run.
+    """
 
     ranks: tuple[RankMemory, ...]
+    result: Any = None
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("rank", "stage", "", *CATEGORIES, "peak", "ratio")]
@@ -148,17 +152,23 @@ def report_memory(subject: Subject, batch: Any | None, path: str | None) -> Memo
 
     ours = all_succeed(world, make_prediction)
     measured: MemoryCurve | None = None
+    results: list[Any] = [None]
     if batch is not None:
         for parameter in subject.model.parameters():
             parameter.grad = None  # as the step itself begins; the profiler would not see that these go
         before = _held_now(subject, ours.constants)
         works_together = subject.runner.plan.is_sharded(ours.program.stage)
         left = partial(_made_by_steps, subject) if works_together else None
-        step = partial(subject.step, batch)
-        measured = measured_step(step, before, left, ours.program.instructions, world.device)
+
+        def step() -> object:
+            results[0] = subject.step(batch)
+            return results[0]
+
+        instructions = ours.program.instructions
+        measured = all_succeed(world, lambda: measured_step(step, before, left, instructions, world.device))
     stage = subject.runner.plan.stages[ours.program.stage]
     mine = RankMemory(world.rank, f"{stage.index} {stage.name}", ours.curve, measured)
-    report = MemoryReport(tuple(world.gather(mine)))
+    report = MemoryReport(tuple(world.gather(mine)), results[0])
     if path is not None:
         all_succeed(world, lambda: report.plot(path) if world.rank == 0 else None)
     return report

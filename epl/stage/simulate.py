@@ -8,7 +8,9 @@ is made and given back. What fakes lack (values, the insides of kernels) comes f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,7 +137,7 @@ def simulate(
     """
     run = _Run(stage, Ledger(HUNGRY), device or torch.device("cpu"), flowing)
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _without_collector():
             run.both(code, arguments, functions)
         return run.profile()
     except (
@@ -143,6 +145,18 @@ def simulate(
     ) as error:  # code of the user's and any operator run in there; a memory report must not fail with them
         text = str(error).strip().split("\n")[0]
         return StageProfile(problem=f"not predicted: {type(error).__name__}: {text}")
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Memory in a cycle (a custom function that keeps its own result) lives until it is collected: at any time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Root(NamedTuple):

@@ -103,7 +103,7 @@ def prepare(case: str, **settings: Any) -> epl.Plan:
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_the_least_that_can() -> None:
     with pytest.raises(
-        PlanError, match=r"memory_budget is 97\.7 KiB, and a rank of stage 0 '.*' needs at least"
+        PlanError, match=r"(?s)memory_budget is 97\.7 KiB.*a rank of stage 0 '.*' needs at least"
     ) as found:
         prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget="100KB")
     least = re.search(r"at least ([\d.]+) MiB", str(found.value))
@@ -166,9 +166,63 @@ def test_settings_that_only_auto_reads_are_refused_without_it() -> None:
         prepare("bert", gradient_checkpoint__memory_budget="1GiB")
 
 
-def test_auto_says_what_it_comes_to() -> None:
-    (note,) = [note for note in prepare("bert", gradient_checkpoint__type="auto").notes if "again" in note]
-    assert note.startswith("stage 0 computes")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"end_taskgraph": 1}, "end_taskgraph is 1, and the last TaskGraph is 0"),
+        ({"memory_budget": "0 GiB"}, "memory_budget is '0 GiB', no memory at all"),
+        ({"memory_budget": "much"}, "memory_budget: got 'much' .*, expected a str as in: With auto"),
+        ({"memory_budget": "1GiB", "extra_compute": 0.1}, "memory_budget and extra_compute are both set"),
+    ],
+)
+def test_limits_that_say_nothing_or_two_things_are_refused(settings: dict[str, Any], message: str) -> None:
+    given = {f"gradient_checkpoint__{key}": value for key, value in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        prepare("mlp", gradient_checkpoint__type="auto", **given)
+
+
+def test_a_kernel_that_fills_what_it_keeps_is_not_cut_short() -> None:
+    """torch's early stop of a recomputation ends before ``rrelu`` has drawn the noise that backward needs."""
+
+    def gradient(config: dict[str, Any]) -> torch.Tensor:
+        epl.init(epl.Config({"run.print_plan": False, **config}))
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.RReLU(), torch.nn.Linear(64, 1))
+        engine = epl.parallelize(model, loss_fn=lambda m, x: m(x).exp().mean())
+        engine.forward_backward(torch.ones(16, 8))
+        found = engine.gradients()["0.weight"]
+        assert found is not None
+        return found
+
+    assert torch.equal(gradient(AUTO), gradient({}))
+
+
+@pytest.mark.parametrize("budget", ["3 mib", "3145.8KB", "3M", 3 * 2**20])
+def test_a_budget_may_be_written_as_people_do(budget: str | int) -> None:
+    plan = prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget=budget)
+    assert plan.memory_budget == pytest.approx(3 * 2**20, rel=0.05)
+
+
+def test_the_plan_says_what_is_computed_again_and_what_a_budget_comes_to() -> None:
+    notes = prepare("bert", gradient_checkpoint__type="auto", gradient_checkpoint__memory_budget="1GiB").notes
+    assert any(re.search("stage 0 computes 0 segments again in backward", note) for note in notes)
+    assert any(
+        re.search(r"stage 0: a rank's memory is predicted as .* MiB of a budget of 1\.0 GiB", note) for note in notes
+    )
+
+
+def test_the_plan_counts_what_the_model_marks() -> None:
+    epl.init(epl.Config({"run.print_plan": False}))
+    model = CASES["bert"].build(torch.float64)
+    for layer in model.get_submodule("bert.encoder.layer"):  # type: ignore[union-attr]
+        epl.checkpoint(layer)
+    plan = epl.parallelize(model).prepare(CASES["bert"].batch(8, dtype=torch.float64))
+    assert "stage 0: 4 segments that the model marks are computed again in backward" in plan.notes
+
+
+def test_check_gradients_without_anything_to_check_is_refused() -> None:
+    with pytest.raises(ConfigError, match="check_gradients is set, and nothing is computed again"):
+        prepare("mlp", gradient_checkpoint__check_gradients=True)
 
 
 # -- gradient_checkpoint.check_gradients --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from epl.sharding.collectives import Collectives
 from epl.sharding.forms.base import Cut, Form, Names, first_of, operator, widened
 
-__all__ = ["FORMS"]
+__all__ = ["FORMS", "check_targets"]
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -75,6 +75,17 @@ def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dt
     return weight[target.masked_fill(~kept, 0)].to(dtype).masked_fill(~kept, 0)
 
 
+def check_targets(target: torch.Tensor, num_classes: int) -> None:
+    """Raise, on every rank, for a target that is no class: no rank would have it, and it would count as none.
+
+    Written as a lookup, which checks on every kind of device as torch itself does there.
+
+    Raises:
+        IndexError: a target is negative or too large.
+    """
+    target.new_zeros(1).expand(num_classes).index_select(0, target.reshape(-1))
+
+
 def cross_entropy_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Cross entropy where each rank has the logits of some classes."""
     target, weight, reduction = arguments["target"], arguments["weight"], arguments["reduction"]
@@ -87,6 +98,7 @@ def cross_entropy_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, *
         if weight is not None:
             own_weight *= weight.narrow(0, start, logits.shape[-1])
     kept = target != ignored
+    check_targets(target.masked_fill(~kept, 0), cut.input_shapes[0][dim])
     counts = _weights(target, weight, ignored, logits.dtype)
     picked, smooth = _LogProbabilities.apply(logits, target.masked_fill(~kept, 0) - start, own_weight, ranks)
     losses = -picked.masked_fill(~kept, 0) * counts
@@ -100,6 +112,7 @@ def nll_classes(ranks: Collectives, cut: Cut, *, self: torch.Tensor, **arguments
     """The loss of log-probabilities of which each rank has some classes: a summand, 0 where the target is elsewhere."""
     target, ignored = arguments["target"], arguments["ignore_index"]
     dim, start = first_of(ranks, cut)
+    check_targets(target.masked_fill(target == ignored, 0), cut.input_shapes[0][dim])
     values = widened(self)
     counts = _weights(target, arguments["weight"], ignored, values.dtype)
     place = target - start

@@ -1,0 +1,74 @@
+"""What is read of buffers after forward has changed them is a copy, if other micro-batches follow before backward.
+
+A micro-batch may read a running average after it has changed it, keep that for backward, send it on, or read it again
+when a segment is recomputed. By then the next micro-batch has changed the same memory. In one process, with backward right
+after forward, there is no next one; so each micro-batch gets a copy of what it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from epl.ir.graph import Graph, Op, Ref, map_refs
+from epl.planner.plan import Plan
+from epl.stage.stage import Stage
+
+__all__ = ["settle_buffers"]
+
+
+def settle_buffers(stage: Stage, plan: Plan) -> Stage:
+    """Copy what is read of a weight or buffer after its last change; with one micro-batch at a time nothing has to be."""
+    if stage.num_in_flight == 1:
+        return stage
+    graph = stage.graph
+    place = {op.name: number for number, op in enumerate(graph.ops)}
+    last = {root: place[ops[-1].name] for root, ops in graph.written.items() if root in graph.leaves}
+    late = {
+        name: last[root]
+        for name, root in graph.storage_roots.items()
+        if root in last and _is_late(graph, name, last[root])
+    }
+    return replace(stage, graph=_copied(graph, late)) if late else stage
+
+
+def _is_late(graph: Graph, name: str, last: int) -> bool:
+    """True for a name of the memory that is there when it changes no more, and is read after that."""
+    place = {op.name: number for number, op in enumerate(graph.ops)}
+    readers = [place[op.name] for op in graph.readers.get(name, ())]
+    is_read = name in graph.output_names or any(reader > last for reader in readers)
+    return is_read and place.get(name, -1) <= last
+
+
+def _copied(graph: Graph, late: dict[str, int]) -> Graph:
+    """The graph with a copy of each of these values after its last change, for all who read it from there on."""
+    names: dict[str, str] = {}
+    ops: list[Op] = []
+
+    def renamed(name: str) -> Ref:
+        return Ref(names.get(name, name))
+
+    for number, op in enumerate(graph.ops):
+        ops.append(_reading(op, names))
+        for name in (each for each, last in late.items() if last == number):
+            copy = f"{name}_settled"
+            ops.append(Op(copy, graph.type_of(name), "aten.clone.default", (Ref(name),), task=op.task, grad=op.grad))
+            names[name] = copy
+    outputs = tuple(replace(output, value=map_refs(output.value, renamed)) for output in graph.outputs)
+    return replace(graph, ops=tuple(ops), outputs=outputs)
+
+
+def _reading(op: Op, names: dict[str, str]) -> Op:
+    """The operator with other values in place of those that are copied."""
+    if names.keys().isdisjoint(op.reads):
+        return op
+
+    def rename(name: str) -> Ref:
+        return Ref(names.get(name, name))
+
+    return replace(
+        op,
+        args=tuple(map_refs(arg, rename) for arg in op.args),
+        kwargs=tuple((key, map_refs(value, rename)) for key, value in op.kwargs),
+        writes=tuple(names.get(name, name) for name in op.writes),
+        views=tuple(names.get(name, name) for name in op.views),
+    )
