@@ -102,8 +102,8 @@ def average_loss_twice(rank: int, patch: Any) -> None:
         merged = plain(*args)
         return Merged(merged.loss / 3, merged.aux, merged.divisor, merged.graph)
 
-    plain = engine_module.merge
-    patch.setattr(engine_module, "merge", twice)
+    plain = runner_module.merge
+    patch.setattr(runner_module, "merge", twice)
 
 
 def average_gradients_twice(rank: int, patch: Any) -> None:
