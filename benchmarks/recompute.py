@@ -26,6 +26,7 @@ from transformers.models.t5.modeling_t5 import T5Config, T5ForConditionalGenerat
 import epl
 
 VOCABULARY = {"bert": 30_522, "gpt2": 50_257, "t5": 32_128}
+NEAR = 1.02  # peaks this near are called equal
 SHARES = (0.04, 0.08, 0.12, 0.16, 0.2, 0.24, 0.28, 0.34)
 Batch = dict[str, Tensor]
 
@@ -40,9 +41,13 @@ def build(name: str) -> nn.Module:
         return BertForMaskedLM(BertConfig(vocab_size=size, **widths, **rates)).train()
     if name == "gpt2":
         rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=256, n_layer=8, n_head=4, **rates)).train()
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=size, n_embd=256, n_layer=8, n_head=4, use_cache=False, **rates)
+        ).train()
     widths = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=size, decoder_start_token_id=0, **widths)).train()
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=size, decoder_start_token_id=0, use_cache=False, **widths)
+    ).train()
 
 
 def batch_of(name: str) -> Batch:
@@ -67,7 +72,7 @@ def plain(name: str, *, checkpointed: bool) -> Contestant:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def step(batch: Batch) -> Tensor:
-        loss = model(**batch, **({} if name == "bert" else {"use_cache": False})).loss
+        loss = model(**batch).loss
         loss.backward()
         return loss
 
@@ -115,7 +120,7 @@ def contestants(name: str, batch: Batch) -> list[Contestant]:
     for share in SHARES:
         equal = auto(name, share, f"EPL, recompute at equal peak ({share:.0%} allowed)", "off")
         equal.step(batch)
-        if peak_bytes(equal, batch) <= limit:
+        if peak_bytes(equal, batch) <= NEAR * limit:
             break
     else:
         raise SystemExit(f"{name}: no share up to {SHARES[-1]:.0%} keeps the peak of {limit} bytes")

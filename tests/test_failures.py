@@ -145,7 +145,7 @@ def test_a_rank_that_does_fewer_steps_is_named(tmp_path: Path) -> None:
     """Its exit code is 0: only the other ranks can say what is wrong."""
     failed = fail(tmp_path, "between", "leave", 1, nproc=2)
     assert failed.code == 1
-    assert re.search(r"RunError: rank 1 has ended its script, after 2 steps, while other", failed.said), failed.said
+    assert re.search(r"RunError: rank 1 has ended its script, after 2 steps, while other", failed.err), failed.err
     assert_soon(failed)
 
 
