@@ -99,8 +99,9 @@ def test_a_rank_that_ends_badly_ends_all_and_is_named(
     failed = fail(tmp_path, place, kind, rank)
     assert failed.code == code, failed.said
     # in all that is shown: another rank that ends with this one's error may be seen first, and has said it
-    assert re.search(reason, failed.err), failed.err
-    assert f"rank {rank}" in failed.err
+    shown = failed.said + failed.err
+    assert re.search(reason, shown), shown
+    assert f"rank {rank}" in shown
     assert_soon(failed)
 
 
