@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from epl.cost.devices import device_model
-from epl.ir.graph import Graph, Op, Ref, map_refs
+from epl.ir.graph import Graph, Op, Ref
+from epl.ir.rename import renamed
 from epl.ir.types import ListType
 from epl.passes.segment_costs import Estimate, Segment, StageCosts, forward_times
 from epl.passes.segment_search import Choice, search
@@ -48,9 +49,10 @@ def recompute(stage: Stage, plan: Plan) -> Stage:
     costs = StageCosts(memory, about, times_s, _SEGMENT_OPERATORS * device.operator_s, stage.num_in_flight, marked)
     longest = _longest(stage.graph, about, plan.recompute_end)
     budget = plan.activation_budgets[stage.index] if plan.activation_budgets else 0
-    most_s = float("inf") if budget else plan.extra_compute * _WORK * float(times_s.sum())
+    step_s = _WORK * float(times_s.sum())
+    most_s = float("inf") if budget else plan.extra_compute * step_s
     choice = search(costs, longest, most_again_s=most_s, budget_bytes=budget)
-    share = choice.estimate.again_s / (_WORK * float(times_s.sum()))
+    share = choice.estimate.again_s / step_s if step_s else 0.0
     note = _note(stage, costs.estimate(()), choice, share)
     return replace(stage, graph=_marked(stage.graph, choice), notes=(*stage.notes, note))
 
@@ -68,8 +70,8 @@ def _note(stage: Stage, plain: Estimate, choice: Choice, share: float) -> str:
 def _marked_segments(graph: Graph) -> tuple[Segment, ...]:
     """The runs of operators that the user has marked."""
     places = [place for place, op in enumerate(graph.ops) if op.segment is not None]
-    runs = groupby(places, key=lambda place: (graph.ops[place].segment, place - places.index(place)))
-    found = [list(run) for _, run in runs]
+    runs = groupby(enumerate(places), key=lambda each: (graph.ops[each[1]].segment, each[1] - each[0]))
+    found = [[place for _, place in run] for _, run in runs]
     return tuple((run[0], run[-1] + 1) for run in found)
 
 
@@ -172,20 +174,5 @@ def _marked(graph: Graph, choice: Choice) -> Graph:
             scratch = Op(f"{op.name}_{name}", kind, SCRATCH, (Ref(name),), task=op.task, segment=segment, views=(name,))
             ops.append(replace(scratch, grad=op.grad, autocast=op.autocast))
         names = {name: f"{op.name}_{name}" for name in copied}
-        ops.append(replace(_renamed(op, names), segment=segment))
+        ops.append(replace(renamed(op, names), segment=segment))
     return replace(graph, ops=tuple(ops))
-
-
-def _renamed(op: Op, names: dict[str, str]) -> Op:
-    if not names:
-        return op
-
-    def rename(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return replace(
-        op,
-        args=tuple(map_refs(arg, rename) for arg in op.args),
-        kwargs=tuple((key, map_refs(value, rename)) for key, value in op.kwargs),
-        writes=tuple(names.get(name, name) for name in op.writes),
-    )

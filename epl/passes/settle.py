@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from epl.ir.graph import Graph, Op, Ref, map_refs
+from epl.ir.rename import renamed
 from epl.planner.plan import Plan
 from epl.stage.stage import Stage
 
@@ -20,23 +21,21 @@ def settle_buffers(stage: Stage, plan: Plan) -> Stage:
     """Copy what is read of a weight or buffer after its last change; with one micro-batch at a time nothing has to be."""
     if stage.num_in_flight == 1:
         return stage
-    graph = stage.graph
+    late = _late(stage.graph)
+    return replace(stage, graph=_copied(stage.graph, late)) if late else stage
+
+
+def _late(graph: Graph) -> dict[str, int]:
+    """Names of memory that is there when it changes no more, and is read after that, with the place of the last change."""
     place = {op.name: number for number, op in enumerate(graph.ops)}
     last = {root: place[ops[-1].name] for root, ops in graph.written.items() if root in graph.leaves}
-    late = {
-        name: last[root]
-        for name, root in graph.storage_roots.items()
-        if root in last and _is_late(graph, name, last[root])
-    }
-    return replace(stage, graph=_copied(graph, late)) if late else stage
-
-
-def _is_late(graph: Graph, name: str, last: int) -> bool:
-    """True for a name of the memory that is there when it changes no more, and is read after that."""
-    place = {op.name: number for number, op in enumerate(graph.ops)}
-    readers = [place[op.name] for op in graph.readers.get(name, ())]
-    is_read = name in graph.output_names or any(reader > last for reader in readers)
-    return is_read and place.get(name, -1) <= last
+    found: dict[str, int] = {}
+    for name, root in graph.storage_roots.items():
+        if root in last and place.get(name, -1) <= last[root]:
+            readers = (place[op.name] for op in graph.readers.get(name, ()))
+            if name in graph.output_names or any(reader > last[root] for reader in readers):
+                found[name] = last[root]
+    return found
 
 
 def _copied(graph: Graph, late: dict[str, int]) -> Graph:
@@ -44,31 +43,14 @@ def _copied(graph: Graph, late: dict[str, int]) -> Graph:
     names: dict[str, str] = {}
     ops: list[Op] = []
 
-    def renamed(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
     for number, op in enumerate(graph.ops):
-        ops.append(_reading(op, names))
+        ops.append(renamed(op, names))
         for name in (each for each, last in late.items() if last == number):
             copy = f"{name}_settled"
             ops.append(Op(copy, graph.type_of(name), "aten.clone.default", (Ref(name),), task=op.task, grad=op.grad))
             names[name] = copy
-    outputs = tuple(replace(output, value=map_refs(output.value, renamed)) for output in graph.outputs)
-    return replace(graph, ops=tuple(ops), outputs=outputs)
-
-
-def _reading(op: Op, names: dict[str, str]) -> Op:
-    """The operator with other values in place of those that are copied."""
-    if names.keys().isdisjoint(op.reads):
-        return op
-
-    def rename(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return replace(
-        op,
-        args=tuple(map_refs(arg, rename) for arg in op.args),
-        kwargs=tuple((key, map_refs(value, rename)) for key, value in op.kwargs),
-        writes=tuple(names.get(name, name) for name in op.writes),
-        views=tuple(names.get(name, name) for name in op.views),
+    outputs = tuple(
+        replace(output, value=map_refs(output.value, lambda name: Ref(names.get(name, name))))
+        for output in graph.outputs
     )
+    return replace(graph, ops=tuple(ops), outputs=outputs)

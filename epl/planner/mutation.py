@@ -22,7 +22,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from epl.errors import StrategyError, bulleted
-from epl.ir.graph import Argument, Graph, Op, Ref, map_refs
+from epl.ir.graph import Graph, Op, Ref, map_refs
+from epl.ir.rename import renamed
 from epl.ir.types import ScalarType, Type
 
 __all__ = ["mutation_groups", "separate_storages", "with_own_inputs"]
@@ -218,20 +219,3 @@ class _Separation:
             f"TaskGraph {writer.task}, and {op.target} at {op.source or 'the end'} needs to see it in {name}, another view "
             "of that memory. Write the operation out of place (x = x + y instead of x += y)."
         )
-
-
-def renamed(op: Op, names: dict[str, str]) -> Op:
-    """The operator with other names for what it reads."""
-    if not names or all(names.get(name, name) == name for name in op.reads):
-        return op
-
-    def rename(name: str) -> Argument:
-        return Ref(names.get(name, name))
-
-    return replace(
-        op,
-        args=tuple(map_refs(arg, rename) for arg in op.args),
-        kwargs=tuple((key, map_refs(value, rename)) for key, value in op.kwargs),
-        writes=tuple(names.get(name, name) for name in op.writes),
-        views=tuple(names.get(name, name) for name in op.views),
-    )

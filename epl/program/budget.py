@@ -17,7 +17,7 @@ from epl.ir.graph import Graph
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.program.curve import MemoryCurve
-from epl.program.lower import LoweredStage, lower_stage, lower_step
+from epl.program.lower import lower_stage, lower_step
 from epl.program.memory import Holdings, Update, bucket_bytes, memory_of_stage, predict, weight_bytes
 from epl.schedule import generate
 from epl.stage.simulate import Change
@@ -40,12 +40,10 @@ class _Job:
     functions: Mapping[str, Callable[..., Any]]
     splits: Mapping[int, SplitChoice] | None
 
-    def lower(self, plan: Plan, stage: int) -> LoweredStage:
-        return lower_stage(self.graph, plan, self.plan.stages[stage].ranks[0][0], splits=self.splits)
-
-    def predict(self, plan: Plan, stage: int) -> tuple[LoweredStage, MemoryCurve]:
-        """The stage as it is lowered under this plan, and the memory of its first rank in a step."""
-        rank, lowered = plan.stages[stage].ranks[0][0], self.lower(plan, stage)
+    def predict(self, plan: Plan, stage: int) -> MemoryCurve:
+        """The memory of a stage's first rank in a step under this plan."""
+        rank = plan.stages[stage].ranks[0][0]
+        lowered = lower_stage(self.graph, plan, rank, splits=self.splits)
         memory = memory_of_stage(lowered, self.graph, plan, rank, self.functions)
         schedule = generate(plan.schedule, plan.num_stages, plan.num_micro_batches)
         program = lower_step(plan, rank, schedule, [lowered.program] * plan.num_micro_batches)
@@ -55,7 +53,7 @@ class _Job:
         temporary = _TEMPORARIES * max(sizes, default=0)
         spike = (Change("temporary", temporary), Change("temporary", -temporary))
         update = Update(int(plan.state_factor * sum(sizes)), spike)
-        return lowered, predict(program, [memory] * plan.num_micro_batches, holdings, update)
+        return predict(program, [memory] * plan.num_micro_batches, holdings, update)
 
 
 def fit_budget(
@@ -115,7 +113,7 @@ def _fit(job: _Job, stage: int) -> _Fit | str:
 
     def attempt(room: float) -> tuple[_Fit, MemoryCurve]:
         budgets = (max(1, int(room)),) * plan.num_stages
-        _, curve = job.predict(replace(plan, activation_budgets=budgets), stage)
+        curve = job.predict(replace(plan, activation_budgets=budgets), stage)
         return _Fit(budgets[0], curve.peak_bytes), curve
 
     everything, curve = attempt(2**62)
@@ -125,8 +123,7 @@ def _fit(job: _Job, stage: int) -> _Fit | str:
         return everything
     best: _Fit | None = None
     low, high = 0.0, float(max(sample.total for sample in curve.samples))
-    least = attempt(1)
-    tried = [least]
+    tried = [attempt(1)]
     for _ in range(_MOST_TRIES):
         fit, curve = attempt((low + high) / 2)
         tried.append((fit, curve))
