@@ -302,3 +302,14 @@ def test_a_stage_runs_on_fake_tensors(in_flight: int) -> None:
         loss, *_ = function(*held, *batch_of_tokens(), lambda draw: None)
         loss.backward()
     assert all(value.grad is not None for value in held if value.shape == (CLASSES, 8))
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_where_no_label_counts_there_is_no_gradient_even_of_what_is_not_a_number(in_forward: bool) -> None:
+    """The mean over no labels is no number, and so is what comes back where the loss is squared."""
+    given = arguments()
+    given[3] = torch.full((10,), -100)
+    loss = operator(in_forward=in_forward)(*given, None)
+    (loss + loss**2).backward()
+    assert loss.isnan()
+    assert all(tensor.grad is not None and not tensor.grad.any() for tensor in given[:3])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epl.passes.chunked_operator import MEAN, NONE, SUM, ChunkedLoss
-from epl.sharding.forms import Cut
+from epl.sharding.forms import FORMS, Cut
 from epl.sharding.options import WHOLE
 from epl.sharding.placements import Shard, take_shard
 from tests.parity import assert_close
@@ -117,3 +117,26 @@ def test_ranks_that_share_out_the_rows_divide_by_the_count_of_all(in_forward: bo
     parts = list(zip(*run_ranks(2, work), strict=True))
     joined = [sum(parts[0]), torch.cat(parts[1]), sum(parts[2]), sum(parts[3])]
     assert_close(joined, plain("mean", 0.0, tensors()[-1] if is_weighted else None), torch.float64)
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES, CLASSES + 7])
+@pytest.mark.parametrize("way", ["chunks", "cross_entropy_classes", "nll_classes"])
+def test_a_label_that_is_no_class_is_an_error_on_every_rank(label: int, way: str) -> None:
+    """No rank has it among its classes, so it would count as one that fits none of them."""
+    loss = chunked(reduction=MEAN, smoothing=0.0, in_forward=True, cut=CUT)
+
+    def work(ranks: ThreadRank) -> bool:
+        x, weight, bias, target, _ = tensors()
+        target[1] = label
+        own = [take_shard(tensor, Shard(0), ranks.size, ranks.rank) for tensor in (weight, bias)]
+        try:
+            if way == "chunks":
+                loss.bind(ranks)(x, *own, target, None)
+            else:
+                options = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+                FORMS[way](ranks, CUT, self=F.linear(x, *own), target=target, **options)
+        except IndexError:
+            return True
+        return False
+
+    assert run_ranks(3, work) == [True] * 3
