@@ -117,7 +117,7 @@ def test_ranks_have_a_part_of_the_classes_and_the_same_chunks(tied: bool) -> Non
     assert others == [first, first]
 
 
-@pytest.mark.parametrize("tied", [True, *slow(False)], ids=lambda tied: "tied" if tied else "untied")
+@pytest.mark.parametrize("tied", slow(True, False), ids=lambda tied: "tied" if tied else "untied")
 def test_split_classes_equal_one_process(tied: bool) -> None:
     ways = (Way(size, [[""]], 1, size, ON, split=(0,)) for size in (2, 3))
     check(wide(tied), *ways)

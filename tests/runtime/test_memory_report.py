@@ -76,7 +76,7 @@ def test_accumulating_gradients_takes_what_is_predicted(name: str) -> None:
     _check(_job(name, world=1, micro_batches=4))
 
 
-@pytest.mark.parametrize("name", _others("mixtral"))
+@pytest.mark.parametrize("name", _others("tied"))
 def test_data_parallel_ranks_take_what_is_predicted(name: str) -> None:
     _check(_job(name, world=2))
 
