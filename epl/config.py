@@ -21,6 +21,7 @@ from typing import Any, cast
 from epl.errors import ConfigError, bulleted
 from epl.keys import Key, Section, Setting, UnknownKey, nearest, unknown
 from epl.lines import warn
+from epl.units import SIZE_PATTERN
 
 __all__ = ["Config", "Key", "Section", "Setting"]
 
@@ -68,7 +69,7 @@ class _GradientCheckpoint(Section):
     memory_budget = Key(
         "",
         "With auto: the most memory that a rank may use, as 6GiB; empty: as little as extra_compute allows.",
-        pattern=r"|[0-9]+(\.[0-9]+)?\s*[KMGTkmgt]?i?[Bb]?",
+        pattern=SIZE_PATTERN,
     )
     extra_compute = Key(
         0.34, "With auto: the most that may be computed again, as a share of a step's work.", at_least=0
@@ -83,20 +84,35 @@ class _Loss(Section):
 
 class _Zero(Section):
     NAME = "zero"
-    level = Key("", "What replicas share out.", choices=("", "v0", "v1", "v2"), available=False)
+    level = Key(
+        "",
+        "What replicas share out: v0 optimizer states, v1 gradients too, v2 weights too.",
+        choices=("", "v0", "v1", "v2"),
+    )
 
 
 class _Offload(Section):
     NAME = "offload"
-    level = Key("", "What lives in host memory.", choices=("", "v0"), available=False)
+    level = Key(
+        "",
+        "What lives outside of device memory: v0 weights and optimizer states in host memory, optimizer its states "
+        "only, disk both in files.",
+        choices=("", "v0", "optimizer", "disk"),
+    )
+    path = Key("", "Folder for the files of level disk; empty: the system's folder for temporary files.")
+    size_limit = Key(
+        "", "The most that the files of a rank may take, as 200GiB; empty: what is free there.", pattern=SIZE_PATTERN
+    )
+    parameters = Key("", "Regular expression: only weights whose path it is found in are offloaded; empty: all.")
 
 
 class _Amp(Section):
     NAME = "amp"
-    level = Key("", "O1: suitable operators run in half precision.", choices=("", "O1"), available=False)
-    debug_log = Key(False, "Log what runs in which precision.", available=False)
+    level = Key("", "O1: suitable operators run in half precision.", choices=("", "O1"))
+    dtype = Key("bf16", "Half precision: bf16, or fp16, whose losses are scaled.", choices=("bf16", "fp16"))
+    debug_log = Key(False, "Log what runs in which precision.")
     loss_scale: Key[str | float] = Key(
-        "dynamic", "Multiplier of the loss, fixed or adapted.", at_least=1, choices=("dynamic",), available=False
+        "dynamic", "With fp16: multiplier of the loss, fixed or adapted.", at_least=1, choices=("dynamic",)
     )
 
 
@@ -116,6 +132,11 @@ class _Run(Section):
     NAME = "run"
     log_dir = Key("", "Folder for the plan; empty: none. `epl launch` sets it to the folder of its logs.")
     check_batches = Key(True, "Check that the ranks of one replica are given the same batch.")
+    memory_limit = Key(
+        "",
+        "The most memory that a rank may use, as 6GiB: a plan predicted to need more is refused.",
+        pattern=SIZE_PATTERN,
+    )
     print_plan = Key(True, "Rank 0 prints the plan at the start.")
     trace = Key("", "File for a timeline of training steps, after the first one; empty: none.")
     trace_steps = Key(3, "Training steps that the timeline covers.", at_least=1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["size_bytes_of", "size_text"]
+__all__ = ["SIZE_PATTERN", "size_bytes_of", "size_text"]
+
+SIZE_PATTERN = r"|[0-9]+(\.[0-9]+)?\s*[KMGTkmgt]?i?[Bb]?"  # of a setting
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

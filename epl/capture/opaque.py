@@ -5,10 +5,12 @@ That is enough where no graph is needed: one TaskGraph, that is data parallelism
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.func import functional_call
 
 from epl.batch import Flat
 from epl.capture.attributes import ForwardEffects
@@ -72,17 +74,32 @@ class _CalledStrategies(DeafTracer):
         self.strategies.append(strategy)
 
 
+class _StepModule(nn.Module):
+    """The step as a module with the model in it, so that it can be called with other tensors for its weights."""
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, batch: Any) -> Parts:
+        return self.step.run(self.model, batch)
+
+
 class _Call:
-    """What the operator calls: the step, on the tensors of a batch."""
+    """What the operator calls: the step, on the tensors of a batch and with the weights that the runtime gives."""
 
     def __init__(self, model: nn.Module, step: Step, batch: Flat, parts: Parts) -> None:
         self._model, self._step = model, step
+        self._whole = _StepModule(model, step)
         self._batch_structure, self._structure = batch.structure, step.structure
         self._fixed = _fixed(parts)
 
-    def __call__(self, tensors: list[torch.Tensor], *_: object) -> list[Any]:
+    def __call__(self, tensors: list[torch.Tensor], held: Sequence[torch.Tensor]) -> list[Any]:
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        given = {f"model.{name}": tensor for name, tensor in zip(own, held, strict=True) if tensor is not own[name]}
         with tracing(DeafTracer()):
-            parts = self._step.run(self._model, self._batch_structure.unflatten(tensors))
+            batch = self._batch_structure.unflatten(tensors)
+            parts = functional_call(self._whole, given, (batch,)) if given else self._step.run(self._model, batch)
         if _fixed(parts) != self._fixed or self._step.structure != self._structure:
             raise RunError(
                 f"the model gave {_fixed(parts)} beside tensors, and {self._fixed} for the first batch of this kind; only "

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from epl.ir.verify import verify
 from epl.passes.chunked_loss import chunk_losses
+from epl.passes.lend import lend
 from epl.passes.recompute import recompute
 from epl.passes.settle import settle_buffers
 from epl.planner.plan import Plan
@@ -18,7 +19,7 @@ __all__ = ["PASSES", "apply_passes"]
 
 Pass = Callable[[Stage, Plan], Stage]
 
-PASSES: tuple[Pass, ...] = (settle_buffers, chunk_losses, recompute)
+PASSES: tuple[Pass, ...] = (settle_buffers, chunk_losses, recompute, lend)
 
 
 def apply_passes(stage: Stage, plan: Plan) -> Stage:

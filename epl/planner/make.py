@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
 
 from epl.cluster import Cluster, VirtualDevice
 from epl.config import Config
@@ -10,6 +14,7 @@ from epl.cost.devices import device_model
 from epl.errors import ClusterError, ConfigError, StrategyError
 from epl.ir.graph import Buffer, Graph, Parameter
 from epl.ir.types import ListType, ScalarType, TensorType, Type
+from epl.planner.contradictions import refuse_contradictions
 from epl.planner.crossings import crossings
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, StagePlan, sharded_stages
 from epl.planner.split import Decided, SplitChoice, choose_split, wished_placements
@@ -20,7 +25,15 @@ from epl.sharding.options import WHOLE
 from epl.sharding.placements import Placement, Shard, parse_placement
 from epl.units import size_bytes_of
 
-__all__ = ["choose_again", "choose_splits", "make_plan", "shares_devices", "stage_of_tasks"]
+__all__ = ["choose_again", "choose_splits", "half_precision", "make_plan", "shares_devices", "stage_of_tasks"]
+
+_HOMES = {  # of weights and of optimizer states, by offload.level
+    "": ("device", "device"),
+    "v0": ("host", "host"),
+    "optimizer": ("device", "host"),
+    "disk": ("disk", "disk"),
+}
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def make_plan(
@@ -45,7 +58,7 @@ def make_plan(
         PlanError: the plan would need what is not yet available, or does not fit the devices.
         StrategyError: ``split`` of a model that runs without a graph, or an operator that has to see the batch whole.
     """
-    _refuse_contradictions(graph, config, is_opaque=is_opaque)
+    refuse_contradictions(graph, config, is_opaque=is_opaque)
     stages = _stages(graph, cluster, config)
     splits = choose_splits(graph, cluster, config, is_opaque=is_opaque) if splits is None else splits
     _refuse_frequencies(graph, len(stages[0].ranks), config)
@@ -58,7 +71,7 @@ def make_plan(
         world_size=cluster.world_size,
         num_replicas=len(stages[0].ranks),
         stages=stages,
-        parameters=_parameters(graph, stage_of, splits),
+        parameters=tuple(map(_Homes(graph, config).of, _parameters(graph, stage_of, splits))),
         edges=edges,
         num_micro_batches=num_micro_batches,
         schedule=config.pipeline.strategy,
@@ -78,7 +91,10 @@ def make_plan(
         chunked_loss=config.loss.chunked,
         chunk_rows=config.loss.chunk_rows,
         num_apply_groups=config.optimizer.num_apply_group,
-        notes=_notes(graph, len(stages), is_opaque),
+        zero=config.zero.level,
+        precision=_PRECISIONS[config.amp.dtype] if config.amp.level else "",
+        memory_limit=size_bytes_of(config.run.memory_limit),
+        notes=(*_notes(graph, len(stages), is_opaque), *_sharing_notes(config, stages)),
     )
 
 
@@ -120,61 +136,6 @@ def _refuse_other_wishes(graph: Graph, pins: Mapping[str, Placement], wishes: Ma
             )
 
 
-def _refuse_contradictions(graph: Graph, config: Config, *, is_opaque: bool) -> None:
-    """Settings that have no effect together would be ignored in silence."""
-    keys = config.gradient_checkpoint
-    if keys.check_gradients and keys.type != "auto" and not is_opaque and all(op.segment is None for op in graph.ops):
-        raise ConfigError(
-            "gradient_checkpoint.check_gradients is set, and nothing is computed again: set gradient_checkpoint.type to "
-            "'auto', mark modules with epl.checkpoint(module), or leave it out"
-        )
-    if keys.type == "collection" and not is_opaque and all(op.segment is None for op in graph.ops):
-        raise StrategyError(
-            "gradient_checkpoint.type is 'collection', and nothing in the model is marked: mark modules with "
-            "epl.checkpoint(module), use torch.utils.checkpoint in forward, or set 'auto'"
-        )
-    if config.loss.chunked == "off" and config.loss.chunk_rows:
-        raise ConfigError(
-            f"loss.chunk_rows is {config.loss.chunk_rows} and loss.chunked is 'off': set one of them only"
-        )
-    if keys.type == "auto":
-        _refuse_wrong_limits(graph, config)
-        if is_opaque:
-            raise StrategyError(
-                "gradient_checkpoint.type='auto' needs the model as a graph, and it cannot be captured as one: the warning "
-                "above says why. Mend that, or mark what is to be computed again with torch.utils.checkpoint."
-            )
-        return
-    only_auto = {"end_taskgraph": -1, "memory_budget": "", "extra_compute": 0.34}
-    given = [f"gradient_checkpoint.{key}" for key, default in only_auto.items() if getattr(keys, key) != default]
-    if given:
-        raise ConfigError(
-            f"{' and '.join(given)}: for gradient_checkpoint.type='auto', where EPL chooses what to compute again; the "
-            f"type is {keys.type!r}. Set it to 'auto', or leave the other out"
-        )
-
-
-def _refuse_wrong_limits(graph: Graph, config: Config) -> None:
-    """Limits of automatic recompute that say nothing, or two things at once."""
-    keys, given = config.gradient_checkpoint, {setting.key for setting in config.items() if setting.origin != "default"}
-    if keys.end_taskgraph >= len(graph.tasks):
-        raise ConfigError(
-            f"gradient_checkpoint.end_taskgraph is {keys.end_taskgraph}, and the last TaskGraph is {len(graph.tasks) - 1}"
-        )
-    if not keys.memory_budget:
-        return
-    if size_bytes_of(keys.memory_budget) < 1:
-        raise ConfigError(
-            f"gradient_checkpoint.memory_budget is {keys.memory_budget!r}, no memory at all; leave it empty for as little "
-            "as extra_compute allows"
-        )
-    if "gradient_checkpoint.extra_compute" in given:
-        raise ConfigError(
-            "gradient_checkpoint.memory_budget and extra_compute are both set: with a budget as little is computed again "
-            "as keeps it, without one as much as extra_compute allows. Leave one of them out."
-        )
-
-
 def choose_again(graph: Graph, plan: Plan, stage: int) -> SplitChoice:
     """How a graph that the plan was not made with flows past the weights where they are."""
     place = plan.stages[stage]
@@ -199,6 +160,11 @@ def _refuse_frequencies(graph: Graph, num_replicas: int, config: Config) -> None
             f"a part of the batch, and there would be {parts} parts: its gradient would be another one. Leave it out, or "
             "train with one replica and pipeline.num_micro_batch=1."
         )
+
+
+def half_precision(config: Config) -> torch.dtype | None:
+    """What suitable operators run in; None: as the model is written."""
+    return getattr(torch, _PRECISIONS[config.amp.dtype]) if config.amp.level else None
 
 
 def stage_of_tasks(stages: tuple[StagePlan, ...]) -> dict[int, int]:
@@ -282,6 +248,46 @@ def _parameters(graph: Graph, stage_of: dict[int, int], splits: Mapping[int, Spl
         _parameter(leaf, tuple(sorted(users.get(leaf.name, ()))), splits)
         for leaf in (*graph.parameters, *graph.buffers)
     )
+
+
+class _Homes:
+    """Where weights and their optimizer states are stored, as ``offload`` says."""
+
+    def __init__(self, graph: Graph, config: Config) -> None:
+        level, self._pattern = config.offload.level, config.offload.parameters
+        self._home, self._states_home = _HOMES[level]
+        if level and not any(self._is_meant(leaf.path) for leaf in graph.parameters):
+            some = ", ".join(leaf.path for leaf in graph.parameters[:3])
+            raise ConfigError(
+                f"offload.parameters is {self._pattern!r}, and that is found in the path of no weight; the paths are "
+                f"{some}, ..."
+            )
+
+    def _is_meant(self, path: str) -> bool:
+        try:
+            return re.search(self._pattern, path) is not None
+        except re.error as error:
+            raise ConfigError(
+                f"offload.parameters is {self._pattern!r}, which is no regular expression: {error}"
+            ) from error
+
+    def of(self, entry: ParameterPlan) -> ParameterPlan:
+        """The entry with its homes."""
+        if entry.kind != "parameter" or not entry.stages or not self._is_meant(entry.path):
+            return entry
+        return replace(entry, home=self._home, states_home=self._states_home)
+
+
+def _sharing_notes(config: Config, stages: tuple[StagePlan, ...]) -> list[str]:
+    level, count = config.zero.level, config.pipeline.num_micro_batch
+    if not level:
+        return []
+    num_sharers = len(stages[0].ranks) * (max(stage.device_count for stage in stages))
+    if num_sharers == 1:
+        return [f"zero.level {level!r} has nothing to share out: each weight is on one rank only"]
+    times = {"v0": "once a step", "v1": f"{count} times a step", "v2": f"{count} times a step"}[level]
+    more = f", and weights are gathered twice in each of {count} micro-batches" if level == "v2" else ""
+    return [f"zero.level {level!r}: gradients are summed {times}{more}"]
 
 
 def _users(graph: Graph, stage_of: Mapping[int, int]) -> dict[str, set[int]]:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from epl.errors import PlanError, bulleted
-from epl.schedule import SCHEDULE_NAMES
+from epl.planner.plan_checks import faults_of
 
 __all__ = ["EdgePlan", "ParameterPlan", "Plan", "SplitPlan", "StagePlan", "sharded_stages"]
-
-_KINDS = ("replicate", "split")
-_REDUCE_METHODS = ("mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,9 @@ class ParameterPlan:
             (:mod:`epl.sharding.placements`).
         gradient: ``P`` if the ranks of its stages each come to a summand of its gradient, which are added up once a
             step; else ``R``.
+        home: Where it is stored: in ``device`` memory, in ``host`` memory or on ``disk``; from the latter two it is brought
+            for each use.
+        states_home: Where the optimizer's states of it are stored, in the same words.
     """
 
     path: str
@@ -72,6 +71,8 @@ class ParameterPlan:
     stages: tuple[int, ...]
     placement: str = "R"
     gradient: str = "R"
+    home: str = "device"
+    states_home: str = "device"
 
     @property
     def owner(self) -> int:
@@ -158,6 +159,10 @@ class Plan:
         chunked_loss: Whether logits and their loss are computed in chunks of rows: ``auto``, ``on`` or ``off``.
         chunk_rows: Rows of a chunk; 0: as fits.
         num_apply_groups: Groups of weights that an optimizer steps one after another.
+        zero: What replicas share out (ZeRO): nothing (empty), optimizer states (``v0``), gradients too (``v1``), weights
+            too (``v2``).
+        precision: What suitable operators run in, ``bfloat16`` or ``float16``; empty: as the model is written.
+        memory_limit: Bytes that a rank may use; a plan that is predicted to need more is refused; 0: no limit.
         notes: What the reader should know, a line each.
     """
 
@@ -186,10 +191,15 @@ class Plan:
     chunked_loss: str = "auto"
     chunk_rows: int = 0
     num_apply_groups: int = 1
+    zero: str = ""
+    precision: str = ""
+    memory_limit: int = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        faults = faults_of(self)
+        if faults:
+            raise PlanError(bulleted("this plan cannot be carried out:", faults))
 
     @property
     def num_stages(self) -> int:
@@ -316,71 +326,6 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
         return tuple(map(convert, value)) if isinstance(value, list) else value
 
     return {key: convert(value) for key, value in fields.items()}
-
-
-def _check(plan: Plan) -> None:
-    faults = [*_rank_faults(plan), *_reference_faults(plan), *_number_faults(plan)]
-    if not faults:
-        faults = list(_unavailable(plan))
-    if faults:
-        raise PlanError(bulleted("this plan cannot be carried out:", faults))
-
-
-def _rank_faults(plan: Plan) -> Iterator[str]:
-    if not plan.stages:
-        yield "it has no stages"
-    ranks = [rank for stage in plan.stages for replica in stage.ranks for rank in replica]
-    if sorted(ranks) != list(range(plan.world_size)):
-        yield f"the stages name the ranks {sorted(ranks)}; each of 0..{plan.world_size - 1} is needed once"
-    for stage in plan.stages:
-        if len(stage.ranks) != plan.num_replicas:
-            yield f"stage {stage.index} has {len(stage.ranks)} replicas; num_replicas is {plan.num_replicas}"
-        if stage in plan.sharded_stages and any(list(replica) != sorted(replica) for replica in stage.ranks):
-            yield f"ranks that share out a stage are in ascending order; stage {stage.index} has {stage.ranks}"
-        if len({len(replica) for replica in stage.ranks}) > 1:
-            yield f"the replicas of stage {stage.index} have {[len(replica) for replica in stage.ranks]} devices"
-
-
-def _reference_faults(plan: Plan) -> Iterator[str]:
-    """Stages and TaskGraphs are numbered from 0, and what refers to them does so within their numbers."""
-    count = len(plan.stages)
-    if [stage.index for stage in plan.stages] != list(range(count)):
-        yield f"the stages are numbered {[stage.index for stage in plan.stages]}; 0..{count - 1} is needed, in order"
-    tasks = [task for stage in plan.stages for task in stage.taskgraphs]
-    if sorted(tasks) != list(range(len(tasks))):
-        yield f"the stages hold the TaskGraphs {tasks}; each number from 0 is needed once"
-    for stage in plan.stages:
-        if stage.kind not in _KINDS:
-            yield f"stage {stage.index} is of kind {stage.kind!r}; one of {', '.join(_KINDS)} is needed"
-    for entry in plan.parameters:
-        if not set(entry.stages) <= set(range(count)):
-            yield f"{entry.path} is in stages {list(entry.stages)}; there are {count}"
-    for edge in plan.edges:
-        if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
-            yield f"{edge.value} goes from stage {edge.source} to {edge.target}; there are {count}"
-
-
-def _number_faults(plan: Plan) -> Iterator[str]:
-    for name in ("num_micro_batches", "max_buckets", "num_communicators", "num_apply_groups"):
-        if getattr(plan, name) < 1:
-            yield f"{name} is {getattr(plan, name)}; at least 1 is needed"
-    if plan.schedule.lower() not in [name.lower() for name in SCHEDULE_NAMES]:
-        yield f"schedule is {plan.schedule!r}; one of {', '.join(SCHEDULE_NAMES)} is needed"
-    if plan.reduce_method not in _REDUCE_METHODS:
-        yield f"reduce_method is {plan.reduce_method!r}; one of {', '.join(_REDUCE_METHODS)} is needed"
-    if plan.peak_in_flight and len(plan.peak_in_flight) != len(plan.stages):
-        yield f"peak_in_flight has {len(plan.peak_in_flight)} numbers for {len(plan.stages)} stages"
-
-
-def _unavailable(plan: Plan) -> Iterator[str]:
-    counts = [stage.device_count for stage in plan.stages]
-    for entry in plan.parameters:
-        numbers = [counts[index] for index in entry.stages]
-        if entry.trainable and len(set(numbers)) > 1 and (entry.placement, entry.gradient) != ("R", "P"):
-            yield (
-                f"{entry.path} is tied over stages {list(entry.stages)} with {numbers} devices, and has the placement "
-                f"{entry.placement} and the gradient {entry.gradient}; over different device counts they are R and P"
-            )
 
 
 def sharded_stages(stages: tuple[StagePlan, ...]) -> tuple[StagePlan, ...]:

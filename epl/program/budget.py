@@ -16,14 +16,16 @@ from epl.errors import PlanError, bulleted
 from epl.ir.graph import Graph
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
+from epl.planner.units import shared_out, units_of
 from epl.program.curve import MemoryCurve
+from epl.program.holdings import Holdings, bucket_bytes, stepped_bytes, weight_bytes
 from epl.program.lower import lower_stage, lower_step
-from epl.program.memory import Holdings, Update, bucket_bytes, memory_of_stage, predict, weight_bytes
+from epl.program.memory import Update, memory_of_stage, predict
 from epl.schedule import generate
 from epl.stage.simulate import Change
 from epl.units import size_text
 
-__all__ = ["fit_budget"]
+__all__ = ["fit_budget", "refuse_too_large"]
 
 _MOST_TRIES = 7
 _NEAR = 0.97  # of the budget: near enough
@@ -48,11 +50,14 @@ class _Job:
         schedule = generate(plan.schedule, plan.num_stages, plan.num_micro_batches)
         program = lower_step(plan, rank, schedule, [lowered.program] * plan.num_micro_batches)
         reduced = _reduced(plan, rank)
-        holdings = Holdings(weight_bytes(plan, rank), bucket_bytes(plan, rank, reduced), reduced)
-        sizes = [leaf.type.size_bytes for leaf in lowered.stage.graph.parameters if leaf.trainable]
-        temporary = _TEMPORARIES * max(sizes, default=0)
+        units = units_of(plan, rank)
+        holdings = Holdings(weight_bytes(plan, rank), bucket_bytes(plan, rank, reduced), reduced, units=units)
+        sizes = stepped_bytes(plan, rank)
+        temporary = _TEMPORARIES * max(sizes.values(), default=0)
         spike = (Change("temporary", temporary), Change("temporary", -temporary))
-        update = Update(int(plan.state_factor * sum(sizes)), spike)
+        homes = {entry.path: entry.states_home for entry in plan.parameters}
+        states = sum(size for path, size in sizes.items() if homes[path] == "device")
+        update = Update(int(plan.state_factor * states), spike)
         return predict(program, [memory] * plan.num_micro_batches, holdings, update)
 
 
@@ -94,6 +99,62 @@ def fit_budget(
         for stage, fit in enumerate(fits)
     )
     return replace(plan, activation_budgets=tuple(fit.room for fit in fits), notes=(*plan.notes, *notes))
+
+
+def refuse_too_large(
+    graph: Graph,
+    plan: Plan,
+    functions: Mapping[str, Callable[..., Any]],
+    splits: Mapping[int, SplitChoice] | None = None,
+) -> None:
+    """Refuse a plan of which a rank is predicted to need more than ``run.memory_limit``; arguments as of `fit_budget`.
+
+    Raises:
+        PlanError: says what each such stage needs, and for what.
+    """
+    if not plan.memory_limit:
+        return
+    job = _Job(graph, plan, functions, splits)
+    curves = [job.predict(plan, stage) for stage in range(plan.num_stages)]
+    faults = [
+        f"stage {stage}: the memory cannot be predicted, so that no limit can be kept: {curve.problems[0]}"
+        if curve.problems
+        else _needs(plan, stage, curve)
+        for stage, curve in enumerate(curves)
+        if curve.problems or curve.peak_bytes > plan.memory_limit
+    ]
+    if faults:
+        unused = [cure for is_used, cure in _cures(plan) if not is_used]
+        raise PlanError(
+            bulleted(
+                f"run.memory_limit is {size_text(plan.memory_limit)}, and the plan is predicted to need more. What makes "
+                f"it less: {', '.join(unused) or 'more devices'}:",
+                faults,
+            )
+        )
+
+
+def _cures(plan: Plan) -> list[tuple[bool, str]]:
+    """(whether the plan has it, what to set) of what takes less memory."""
+    return [
+        (plan.zero == "v2", "zero.level='v2'"),
+        (any(entry.home != "device" for entry in plan.parameters), "offload.level"),
+        (bool(plan.recompute), "gradient_checkpoint.type='auto'"),
+        (bool(plan.precision), "amp.level='O1'"),
+        (plan.num_micro_batches > 1, "pipeline.num_micro_batch"),
+        (bool(plan.sharded_stages), "epl.split over more devices"),
+    ]
+
+
+def _needs(plan: Plan, stage: int, curve: MemoryCurve) -> str:
+    return (
+        f"a rank of stage {stage} {plan.stages[stage].name!r} needs {size_text(curve.peak_bytes)} at its peak: "
+        f"{_listed(curve)}"
+    )
+
+
+def _listed(curve: MemoryCurve) -> str:
+    return ", ".join(f"{size_text(size)} of {name}" for name, size in curve.at_peak.items() if size)
 
 
 class _Fit(NamedTuple):
@@ -143,16 +204,19 @@ def _fit(job: _Job, stage: int) -> _Fit | str:
 
 def _reduced(plan: Plan, rank: int) -> frozenset[str]:
     """The parameters whose gradients this rank sums up with others."""
+    in_units = shared_out(plan)
     return frozenset(
         entry.path
         for entry in plan.parameters
-        if entry.trainable and entry.stages and any(rank in ranks and len(ranks) > 1 for ranks in plan.holders(entry))
+        if entry.trainable
+        and entry.stages
+        and entry.path not in in_units
+        and any(rank in ranks and len(ranks) > 1 for ranks in plan.holders(entry))
     )
 
 
 def _too_small(plan: Plan, stage: int, curve: MemoryCurve) -> str:
-    parts = ", ".join(f"{size_text(size)} of {name}" for name, size in curve.at_peak.items() if size)
     return (
         f"a rank of stage {stage} {plan.stages[stage].name!r} needs at least {size_text(curve.peak_bytes * _MARGIN)}, "
-        f"{_MARGIN - 1:.0%} to spare included, with all computed again that helps: {parts}"
+        f"{_MARGIN - 1:.0%} to spare included, with all computed again that helps: {_listed(curve)}"
     )

@@ -14,6 +14,7 @@ from epl.schedule import Action
 __all__ = [
     "Backward",
     "FinishReduce",
+    "FinishRound",
     "Forget",
     "Forward",
     "Free",
@@ -23,6 +24,7 @@ __all__ = [
     "Send",
     "StageProgram",
     "StartReduce",
+    "StartRound",
     "Transfer",
 ]
 
@@ -131,7 +133,25 @@ class FinishReduce:
         return "FINISH_REDUCE"
 
 
-Instruction = PostReceive | Forward | Backward | Send | Forget | Free | StartReduce | FinishReduce
+@dataclass(frozen=True)
+class StartRound:
+    """What is summed after each backward pass (ZeRO v1 and v2) is summed in the next one."""
+
+    def __str__(self) -> str:
+        return "START_ROUND"
+
+
+@dataclass(frozen=True)
+class FinishRound:
+    """Send what is left of a round; a rank without a backward pass of its own takes part with nothing."""
+
+    def __str__(self) -> str:
+        return "FINISH_ROUND"
+
+
+Instruction = (
+    PostReceive | Forward | Backward | Send | Forget | Free | StartReduce | FinishReduce | StartRound | FinishRound
+)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,12 @@ from epl.planner.crossings import Crossing, crossings
 from epl.planner.make import choose_again, stage_of_tasks
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
+from epl.planner.units import units_of
 from epl.program.arrivals import over_after
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    FinishRound,
     Forget,
     Forward,
     Free,
@@ -33,6 +35,7 @@ from epl.program.instructions import (
     Send,
     StageProgram,
     StartReduce,
+    StartRound,
     Transfer,
 )
 from epl.schedule import Action, Kind, Schedule
@@ -210,7 +213,13 @@ def _home(graph: Graph, stage_of: dict[int, int], name: str) -> int:
 
 
 def lower_step(
-    plan: Plan, rank: int, schedule: Schedule, stages: Sequence[StageProgram], *, train: bool = True
+    plan: Plan,
+    rank: int,
+    schedule: Schedule,
+    stages: Sequence[StageProgram],
+    *,
+    train: bool = True,
+    num_rounds: int = 0,
 ) -> Program:
     """The instructions of one step.
 
@@ -220,11 +229,15 @@ def lower_step(
         schedule: The actions of all stages.
         stages: The stage's program for each micro-batch.
         train: False for a forward pass only: no backward, no reduction.
+        num_rounds: Backward passes after each of which gradients are summed, if the plan has such weights: as many as
+            the rank with the most micro-batches has; 0: as many as this one has.
     """
     stage, _, _ = plan.place_of(rank)
     actions = [action for action in schedule[stage] if _has_work(action, stages[action.micro_batch])]
     over = over_after(schedule, actions, stages)
     last_backward = next((action for action in reversed(actions) if action.kind is Kind.BACKWARD), None)
+    has_rounds = train and any(unit.each_backward for unit in units_of(plan, rank))
+    rounds = 0
     last_of = {action.micro_batch: action for action in actions}
     instructions: list[Instruction] = []
     for place, action in enumerate(actions):
@@ -234,8 +247,10 @@ def lower_step(
             instructions += _receive(actions[place + 1], stages)
         if action is last_backward:
             instructions.append(StartReduce())
+        is_round = has_rounds and action.kind is Kind.BACKWARD
+        rounds += is_round
         run = Forward if action.kind is Kind.FORWARD else Backward
-        instructions.append(run(action, action.micro_batch))
+        instructions += [StartRound()] * is_round + [run(action, action.micro_batch)] + [FinishRound()] * is_round
         instructions += (Forget(sent, target) for sent, target in over[action])
         instructions += _send(action, stages)
         if action is last_of[action.micro_batch]:
@@ -243,6 +258,7 @@ def lower_step(
     if train:
         if last_backward is None:
             instructions.append(StartReduce())
+        instructions += [StartRound(), FinishRound()] * (has_rounds * (num_rounds - rounds))
         instructions.append(FinishReduce())
     return Program(rank, stage, tuple(instructions))
 

@@ -15,7 +15,7 @@ The batch itself is the user's and is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,10 +25,13 @@ import torch
 from epl.ir.graph import Graph
 from epl.ir.types import TensorType
 from epl.planner.plan import Plan
+from epl.planner.units import units_of
 from epl.program.curve import MemoryCurve, Meter
+from epl.program.holdings import Holdings
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    FinishRound,
     Forget,
     Forward,
     Free,
@@ -38,15 +41,16 @@ from epl.program.instructions import (
     Send,
     StageProgram,
     StartReduce,
+    StartRound,
     Transfer,
 )
 from epl.program.lower import LoweredStage
+from epl.program.unit_memory import UnitGradients, stand_in_lender
 from epl.schedule import Action, Kind
 from epl.sharding.collectives import StandInRank
-from epl.sharding.placements import local_shape, parse_placement
 from epl.stage.simulate import Change, StageProfile, simulate
 
-__all__ = ["Holdings", "StageMemory", "Update", "bucket_bytes", "memory_of_stage", "predict", "weight_bytes"]
+__all__ = ["StageMemory", "Update", "memory_of_stage", "predict"]
 
 _CATEGORY = {  # of a change in a stage or in the optimizer's step
     "activation": "activations",
@@ -91,50 +95,6 @@ class Update:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What a rank has throughout a step, and how it treats what it makes.
-
-    Args:
-        weights: Bytes of parameters, buffers and constants.
-        buckets: Bytes of the buckets that gradients are reduced in.
-        reduced: Paths of the parameters whose gradients are copied into them.
-        keeps_sends: True if the communicator cannot be asked whether a send is over (gloo's).
-    """
-
-    weights: int
-    buckets: int = 0
-    reduced: frozenset[str] = frozenset()
-    keeps_sends: bool = True
-
-
-def weight_bytes(plan: Plan, rank: int) -> int:
-    """Bytes of the parameters and buffers that a rank holds."""
-    return sum(prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in _held(plan, rank))
-
-
-def bucket_bytes(plan: Plan, rank: int, reduced: frozenset[str]) -> int:
-    """Bytes of the buckets of these parameters: their gradients and a flag for each."""
-    return sum(
-        (prod(shape) + 1) * getattr(torch, dtype).itemsize
-        for path, shape, dtype in _held(plan, rank)
-        if path in reduced
-    )
-
-
-def _held(plan: Plan, rank: int) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    """(path, shape, element type) of what the rank holds of each parameter and buffer."""
-    stage, replica, position = plan.place_of(rank)
-    num_ranks = len(plan.stages[stage].ranks[replica])
-    for entry in plan.parameters:
-        if stage in (entry.stages or (0,)):
-            yield (
-                entry.path,
-                local_shape(entry.shape, parse_placement(entry.placement), num_ranks, position),
-                entry.dtype,
-            )
-
-
 def memory_of_stage(
     lowered: LoweredStage,
     graph: Graph,
@@ -158,13 +118,15 @@ def memory_of_stage(
     stage, replica, position = plan.place_of(rank)
     stand_in = StandInRank(position, len(plan.stages[stage].ranks[replica]))
     bound = {target: function.bind(stand_in) for target, function in lowered.functions.items()}
-    arguments = (
-        *program.held,
-        *(graph.inputs[place].name for place in program.inputs),
-        *dict.fromkeys(transfer.value for transfer in program.takes),
-    )
     flowing = {transfer.value for transfer in program.gradients_in}
-    profile = simulate(lowered.stage, lowered.code, arguments, {**functions, **bound}, device=device, flowing=flowing)
+    profile = simulate(
+        lowered.stage,
+        lowered.code,
+        {**functions, **bound},
+        device=device,
+        flowing=flowing,
+        lender=stand_in_lender(units_of(plan, rank), lowered.stage.runs, device),
+    )
     return StageMemory(program, profile, {leaf.name: leaf.path for leaf in graph.parameters})
 
 
@@ -212,6 +174,7 @@ class _Rank:
         self._gradients: dict[str, int] = {}  # what has been accumulated so far
         self._sent: dict[Action, _Sent] = {}
         self._reducing = False
+        self._units = UnitGradients(meter, holdings.units, sends_straight=holdings.keeps_sends)
         self._run: dict[type, Callable[[Any], None]] = {
             PostReceive: self._post,
             Forward: self._forward,
@@ -221,6 +184,8 @@ class _Rank:
             Free: self._free,
             StartReduce: lambda _: self._start_reduce(),
             FinishReduce: lambda _: self._finish_reduce(),
+            StartRound: lambda _: self._units.start_round(),
+            FinishRound: lambda _: self._units.finish_round(),
         }
 
     def run(self, instruction: Instruction) -> None:
@@ -293,6 +258,8 @@ class _Rank:
 
     def _accumulate(self, path: str, size_bytes: int) -> None:
         """A gradient is complete: it is the first, or is added to the one there is, or goes into its bucket."""
+        if self._units.accumulate(path, size_bytes):
+            return
         before = self._gradients.get(path)
         if self._reducing and path in self._holdings.reduced:
             self.meter.add("gradients", -self._gradients.pop(path, 0))
@@ -302,10 +269,12 @@ class _Rank:
 
     def _start_reduce(self) -> None:
         self._reducing = True
+        self._units.start()
 
     def _finish_reduce(self) -> None:
         for path in [path for path in self._gradients if path in self._holdings.reduced]:
             self.meter.add("gradients", -self._gradients.pop(path))
+        self._units.finish()
 
     # -- what goes to other ranks ---------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class StepNumbers(NamedTuple):
     num_samples: int = 0
     graphs: int = 0  # of the micro-batches
     work: int = 0  # the operators that the rank's stage makes of them
+    updates: int = 0  # steps that its optimizers have taken, if ranks share out weights
 
 
 def agree_on_example(world: World, flat: Flat) -> Flat:
@@ -129,6 +130,11 @@ def agree_on_step(
         raise RunError(bulleted("the ranks are in different calls:", _by_rank(world, texts[0])))
     if len({numbers.form for numbers in everyone}) > 1:
         agree_on(world, "what a step gives", texts[1].splitlines())
+    if len({numbers.updates for numbers in everyone}) > 1:
+        steps = [f"rank {rank}: {numbers.updates}" for rank, numbers in enumerate(everyone)]
+        raise RunError(
+            bulleted("the ranks' optimizers have not taken the same number of steps; call step() on all ranks:", steps)
+        )
     for replica in range(plan.num_replicas):
         ranks = plan.ranks_of_replica(replica)
         seen = {everyone[rank][3:6] for rank in ranks}

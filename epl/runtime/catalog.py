@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from epl.batch import Flat
+from epl.batch import Flat, batch_size_of, cut, take
 from epl.capture.capture import Captured, capture
 from epl.capture.refusals import PlainAttributes
 from epl.cluster import Cluster
@@ -25,17 +25,20 @@ from epl.errors import RunError
 from epl.ir.graph import Graph, StrategySpec
 from epl.lines import warn
 from epl.loss import LossFunction, loss_step, output_step
+from epl.passes.precision import mixed_precision, precision_lines
 from epl.planner.make import choose_splits, make_plan
 from epl.planner.plan import Plan
 from epl.planner.split import SplitChoice
 from epl.planner.taskgraphs import build_taskgraphs
-from epl.program.budget import fit_budget
+from epl.program.budget import fit_budget, refuse_too_large
 from epl.program.guards import GuardCode, guard_of
-from epl.program.lower import lower_stage, stage_notes
+from epl.program.lower import LoweredStage, lower_stage, stage_notes
 from epl.runtime.agree import digest
 from epl.runtime.executor import BoundStage
+from epl.runtime.weights import Weights
 from epl.sharding.collectives import Collectives
 from epl.stage.codegen import Segments
+from epl.stage.leases import Leases
 
 __all__ = ["Catalog", "Variant"]
 
@@ -73,14 +76,23 @@ class Variant:
         self.splits = choose_splits(self.graph, cluster, config, is_opaque=is_opaque)
         plan = make_plan(self.graph, cluster, config, is_opaque=is_opaque, splits=self.splits)
         plan = fit_budget(self.graph, replace(plan, state_factor=state_factor), self.captured.functions, self.splits)
-        return replace(plan, notes=(*plan.notes, *stage_notes(self.graph, plan, self.splits)))
+        refuse_too_large(self.graph, plan, self.captured.functions, self.splits)
+        lines = precision_lines(self.graph) if config.amp.debug_log else []
+        return replace(plan, notes=(*plan.notes, *stage_notes(self.graph, plan, self.splits), *lines))
 
 
 class Catalog:
     """Finds the graph for a micro-batch, capturing the model if there is none yet."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, *, colocate: bool) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        *,
+        colocate: bool,
+        precision: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._precision = model, precision
         self._loss_fn = loss_fn
         self._colocate = colocate
         self._tasks: tuple[StrategySpec, ...] | None = None
@@ -89,6 +101,7 @@ class Catalog:
         self._attributes = PlainAttributes(model)
         self._variants: dict[Any, list[Variant]] = {}
         self.segments = Segments()
+        self.weights: Weights | None = None
         self.around_capture: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def model_key(self) -> tuple[Any, ...]:
@@ -119,6 +132,15 @@ class Catalog:
             _warn_of_many(variants[-1])
         return variants[-1]
 
+    def make_plan(self, kind: str, example: Flat, cluster: Cluster, config: Config, state_factor: float) -> Plan:
+        """The plan for the graph of a replica's batch like this one; arguments as of `find` and `Variant.make_plan`."""
+        size = batch_size_of(example.tensors)
+        parts = cut(size, config.pipeline.num_micro_batch)
+        if not parts:
+            raise RunError("the first batch is empty; a plan needs at least one sample")
+        piece = example._replace(tensors=take(example.tensors, size, parts[0]))
+        return self.find(kind, self.model_key(), piece).make_plan(cluster, config, state_factor)
+
     def first(self, kind: str) -> Variant | None:
         """The graph of the first micro-batch of this kind, if there has been one."""
         return next((variants[0] for key, variants in self._variants.items() if key[0] == kind), None)
@@ -130,6 +152,8 @@ class Catalog:
         graph = build_taskgraphs(captured.graph, colocate=self._colocate, tasks=self._tasks)
         if self._tasks is None:
             self._tasks = graph.tasks
+        if self._precision is not None and not captured.is_opaque:
+            graph = mixed_precision(graph, self._precision)
         guard = guard_of(captured.graph) if captured.follows_data else None
         number = digest(" ".join(f"{op.name} {op.target} {op.task}" for op in graph.ops))
         return Variant(captured, graph, number, guard, self._holds(captured, guard))
@@ -160,15 +184,21 @@ class Catalog:
             variant.bound = BoundStage(
                 lowered.program,
                 lowered.code,
-                lowered.code.compile(
-                    variant.captured.functions
-                    | {target: function.bind(collectives) for target, function in lowered.functions.items()},
-                    self.segments,
-                ),
+                self._compile(variant, lowered, collectives),
                 self._held(variant.captured, lowered.program.held),
                 digest(" ".join(op.target for op in lowered.code.ops)),
             )
         return variant.bound
+
+    def _compile(self, variant: Variant, lowered: LoweredStage, collectives: Collectives) -> Callable[..., Any]:
+        functions: dict[str, Callable[..., Any]] = dict(variant.captured.functions)
+        functions |= {target: function.bind(collectives) for target, function in lowered.functions.items()}
+        stage, leases = lowered.stage, None
+        if stage.leases:
+            assert self.weights is not None
+            leases = Leases(lambda: self.segments.is_again)
+            functions |= leases.bind(stage.leases, self.weights.lender(stage.runs))
+        return lowered.code.compile(functions, self.segments, leases)
 
     def _check_held(self, graph: Graph, plan: Plan, rank: int) -> None:
         """A parameter that this stage needs for this batch must be one that the plan lets it keep."""
@@ -185,9 +215,12 @@ class Catalog:
     def _held(self, captured: Captured, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         graph = captured.graph
         paths = {leaf.name: leaf.path for leaf in (*graph.parameters, *graph.buffers)}
-        return tuple(
-            _tensor_at(self._model, paths[name]) if name in paths else captured.constants[name] for name in names
-        )
+        return tuple(self._leaf(paths[name]) if name in paths else captured.constants[name] for name in names)
+
+    def _leaf(self, path: str) -> torch.Tensor:
+        """What a stage is given of a parameter or buffer."""
+        tensor = _tensor_at(self._model, path)
+        return tensor if self.weights is None else self.weights.leaf(path, tensor)
 
 
 def _warn_of_many(variant: Variant) -> None:

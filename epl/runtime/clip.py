@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from epl.errors import RunError
 from epl.planner.plan import Plan
+from epl.planner.units import units_of
 from epl.runtime.world import World
 
 __all__ = ["clip_grad_norm", "global_norm"]
@@ -24,7 +25,7 @@ __all__ = ["clip_grad_norm", "global_norm"]
 def global_norm(world: World, model: nn.Module, plan: Plan, norm_type: float) -> torch.Tensor:
     """The norm of all gradients; a tied parameter counts once, and so does one that several replicas hold."""
     parameters = dict(model.named_parameters())
-    pieces = max(stage.device_count for stage in plan.stages)
+    pieces = plan.world_size if plan.zero else max(stage.device_count for stage in plan.stages)
     norms = torch.zeros(2, len(parameters), pieces, dtype=torch.float64)  # of each part, and 1 where there is one
     for place, piece, gradient in _counted(parameters, plan, world.rank):
         norms[:, place, piece] = torch.stack([_norm_of(gradient, norm_type).double().cpu(), torch.ones(())])
@@ -42,12 +43,18 @@ def _joined(norms: torch.Tensor, there: torch.Tensor, norm_type: float) -> torch
 
 
 def _counted(parameters: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(place of the parameter, part of it, gradient) of what counts on this rank: what it is an owner of."""
+    """(place of the parameter, part of it, gradient) of what counts on this rank.
+
+    That is what it is an owner of, and of what is shared out its piece of what an owner has.
+    """
     entries = {entry.path: entry for entry in plan.parameters}
+    sharers = {slot.path: unit for unit in units_of(plan, rank) if unit.num_shards > 1 for slot in unit.slots}
     for place, (path, parameter) in enumerate(parameters.items()):
-        owners = plan.owners(entries[path])
-        if rank in owners and parameter.grad is not None:
-            yield place, owners.index(rank), parameter.grad
+        owners, unit = plan.owners(entries[path]), sharers.get(path)
+        mine = [number for number, owner in enumerate(owners) if owner == rank or (unit and owner in unit.ranks)]
+        if mine and parameter.grad is not None:
+            part = unit.place_of(rank) * len(owners) if unit else 0
+            yield place, part + mine[0], parameter.grad
 
 
 def _norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -10,27 +10,27 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from epl.batch import Flat, batch_size_of, cut, flatten, take
+from epl.batch import flatten
 from epl.cluster import Cluster
 from epl.config import Config
 from epl.errors import ConfigError, PlanError, RunError
-from epl.ir.graph import refs_in
 from epl.lines import warn
 from epl.loss import LossFunction
-from epl.planner.make import shares_devices
+from epl.planner.make import half_precision, shares_devices
 from epl.planner.plan import Plan
 from epl.planner.table import plan_table
 from epl.runtime.agree import StepNumbers, agree_on, agree_on_example, agree_on_step, all_succeed, digest
 from epl.runtime.catalog import Catalog
 from epl.runtime.clip import clip_grad_norm
 from epl.runtime.data import guess_num_replicas
+from epl.runtime.first_step import check_first
 from epl.runtime.logs import settings_lines, write_plan
 from epl.runtime.memory import MemoryReport, Subject, report_memory
 from epl.runtime.model import ParallelModel, in_eval_mode
-from epl.runtime.optimizers import fit_optimizers, refuse_optimizers, state_factor
-from epl.runtime.recheck import check_gradients
-from epl.runtime.results import Merged, OutputForm, join_outputs
+from epl.runtime.optimizers import refuse_optimizers, state_factor
+from epl.runtime.results import Merged, join_outputs
 from epl.runtime.runner import Runner
+from epl.runtime.scaling import Scaling
 from epl.runtime.state import (
     add_gradients,
     agree_on_model,
@@ -39,13 +39,13 @@ from epl.runtime.state import (
     gather_state,
     load_whole,
     make_equal,
-    release,
     scale_gradients,
     take_gradients,
     whole_shapes,
 )
+from epl.runtime.stored import store
 from epl.runtime.trace import StepTrace, recording
-from epl.runtime.verify import Report, Trial, small_part, verify_step
+from epl.runtime.verify import Report, Trial, verify_step
 from epl.runtime.world import World
 
 __all__ = ["Engine"]
@@ -80,7 +80,10 @@ class Engine:
         self._parameters = list(model.parameters())
         self._loss_fn = loss_fn
         self._world, self._cluster, self._config = world, cluster, config
-        self._catalog = Catalog(model, loss_fn, colocate=shares_devices(cluster, config))
+        self._catalog = Catalog(
+            model, loss_fn, colocate=shares_devices(cluster, config), precision=half_precision(config)
+        )
+        self._scaling = Scaling.of(world, config)
         self._runner: Runner | None = None
         self._buffers_differ = False
         self._verified = False
@@ -128,30 +131,24 @@ class Engine:
         agree_on_model(self._world, self._model)
         self._world.watch.now("the capture of the model")
         example = agree_on_example(self._world, all_succeed(self._world, lambda: flatten(batch)))
-        plan = all_succeed(self._world, lambda: self._make_plan(example, kind))
+        example = example._replace(tensors=tuple(tensor.to(self._world.device) for tensor in example.tensors))
+        factor = state_factor(self._optimizers)
+        plan = all_succeed(
+            self._world, lambda: self._catalog.make_plan(kind, example, self._cluster, self._config, factor)
+        )
         agree_on(self._world, "the plan", plan.to_json().splitlines())
         refuse_optimizers(self._optimizers, plan)
         if make_equal(self._world, self._model) and self._world.rank == 0:
             warn("the ranks started with different weights; all continue with those of rank 0")
-        release(self._model, plan, self._world.rank)
-        self._undo = fit_optimizers(self._optimizers, self._model, plan, self._world.rank)
-        self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank)
-        self._runner = Runner(self._world, self._config, plan, self._catalog, self._model)
+        stored = self._stored = store(self._world, plan, self._config, self._model, self._optimizers, self._scaling)
+        self._catalog.weights = stored.weights
+        self._catalog.around_capture = lambda: whole_shapes(self._model, plan, self._world.rank, stored.weights)
+        self._runner = Runner(self._world, self._config, plan, self._catalog, self._model, stored.weights)
         if self._world.rank == 0:
             if self._config.run.print_plan:
                 print(plan_table(plan), flush=True)
             write_plan(self._config.run.log_dir, plan, self._config)
         return plan
-
-    def _make_plan(self, flat: Flat, kind: str) -> Plan:
-        flat = flat._replace(tensors=tuple(tensor.to(self._world.device) for tensor in flat.tensors))
-        size = batch_size_of(flat.tensors)
-        parts = cut(size, self._config.pipeline.num_micro_batch)
-        if not parts:
-            raise RunError("the first batch is empty; a plan needs at least one sample")
-        piece = flat._replace(tensors=take(flat.tensors, size, parts[0]))
-        variant = self._catalog.find(kind, self._catalog.model_key(), piece)
-        return variant.make_plan(self._cluster, self._config, state_factor(self._optimizers))
 
     def share_of_data(self, example: Callable[[int], Any]) -> tuple[int, int]:
         """(this rank's replica, number of replicas); makes the plan if there is none yet.
@@ -200,19 +197,21 @@ class Engine:
         self.prepare(batch)
         if not self._verified:
             self._verified = True
-            self._check_first(batch)
+            check_first(self._config, self._trial(), self._catalog.segments, batch, lambda b: self._report(b, None))
         earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
+        self._scaling.note()
         add_gradients(self._parameters, earlier)
         return merged.result
 
     def _run_training(self, batch: Any) -> Merged:
         """Forward and backward; the gradients are this batch's alone."""
-        ran = self._prepared.run("train", batch)
+        ran = self._prepared.run("train", batch, self._scaling.factor)
         self._buffers_differ = True
         merged = ran.merged(self._world)
         if merged.divisor is not None and self.plan.reduce_method == "mean":
             scale_gradients(self._parameters, 1.0 / merged.divisor if merged.divisor else float("nan"))
+        self._scaling.unscale(self._parameters)
         return merged
 
     def pending_gradients(self, batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
@@ -230,13 +229,7 @@ class Engine:
         self._prepare(batch, "output")  # there may be no labels, and so no loss
         self._align_buffers()
         ran = self._prepared.run("output", batch)
-        structure = ran.variant.captured.structure
-        assert structure is not None
-        graph = ran.variant.graph
-        form = OutputForm(
-            structure, {out.role: graph.type_of(name) for out in graph.outputs for name in refs_in(out.value)}
-        )
-        return join_outputs(self._world, self.plan, form, ran.results)
+        return join_outputs(self._world, self.plan, ran.output_form, ran.results)
 
     def eval_step(self, batch: Any) -> Any:
         """The loss of the global batch in eval mode, without gradients; returns as `train_step` does."""
@@ -279,7 +272,18 @@ class Engine:
 
     def _together(self, call: str) -> None:
         """Raise on all ranks if they are not all in this call: one rank alone would wait for the others for ever."""
-        agree_on_step(self._world, self.plan, StepNumbers(1, digest(call)), (call, ""))
+        updates = self._prepared.weights.num_updates
+        agree_on_step(self._world, self.plan, StepNumbers(1, digest(call), updates=updates), (call, ""))
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward under ``amp.dtype='fp16'``; else 1."""
+        return self._scaling.factor
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient overflowed under ``amp.dtype='fp16'``."""
+        return self._scaling.num_skipped
 
     # -- the whole model ----------------------------------------------------------------------------------------
 
@@ -299,8 +303,9 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the whole model under its original names, on every rank; all ranks call it together."""
         self._together("state_dict")
-        tensors, first = gather_state(self._world, self._model, self.plan), first_names(self._model)
-        own = self._model.state_dict()  # for the names, and for what modules add besides tensors
+        with self._prepared.weights.reading():
+            tensors, first = self._gathered(), first_names(self._model)
+            own = self._model.state_dict()  # for the names, and for what modules add besides tensors
         return {name: tensors[first[name]] if name in first else value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,12 +317,15 @@ class Engine:
         if self._runner is None:
             self._model.load_state_dict(state)
         else:
-            load_whole(self._model, self.plan, self._world.rank, state)
+            load_whole(self._model, self.plan, self._world.rank, self._runner.weights, state)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Every parameter's gradient, whole, under its first name, on every rank; all ranks call it together."""
         self._together("gradients")
-        return gather_state(self._world, self._model, self.plan, gradients=True)
+        return self._gathered(gradients=True)
+
+    def _gathered(self, *, gradients: bool = False) -> dict[str, torch.Tensor | None]:
+        return gather_state(self._world, self._model, self.plan, self._prepared.weights, gradients=gradients)
 
     def verify(self, batch: Any, *, tolerance: float | None = None) -> Report:
         """Compare one step with the plain model in one process on the whole global batch.
@@ -342,20 +350,6 @@ class Engine:
     def _trial(self) -> Trial:
         return Trial(self._prepared, self._model, self._loss_fn, self._run_training, self.gradients)
 
-    def _check_first(self, batch: Any) -> None:
-        """What ``check_gradients``, ``debug.verify`` and ``debug.verify_only`` ask for at the first training step."""
-        if self._config.gradient_checkpoint.check_gradients:
-            check_gradients(self._trial(), self._catalog.segments, batch)
-        if not (self._config.debug.verify or self._config.debug.verify_only):
-            return
-        if not self._config.debug.verify_only:
-            self.verify(batch)
-            return
-        report = self._report(small_part(batch, self.plan), None)
-        if self._world.rank == 0:
-            print(report, flush=True)
-        raise SystemExit(1 if report.faults else 0)
-
     def memory_report(self, batch: Any = None, path: str | None = None) -> MemoryReport:
         """Where each rank's memory goes in a training step, at its peak and over time; all ranks call it together.
 
@@ -374,7 +368,9 @@ class Engine:
         """
         if batch is not None:
             self.prepare(batch)
-        subject = Subject(self._world, self._prepared, self._model, self._optimizers, self.train_step)
+        subject = Subject(
+            self._world, self._prepared, self._model, self._optimizers, self.train_step, self._stored.home
+        )
         self._together(f"memory_report({'batch' if batch is not None else None}, {path})")
         return report_memory(subject, batch, path)
 
@@ -394,5 +390,5 @@ class Engine:
         """Take EPL's hooks off model and optimizers. The ranks stay connected until the process ends."""
         if self._runner is not None:
             self._runner.close()
-            self._undo()
+            self._stored.undo()
             self._runner = None

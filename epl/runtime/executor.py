@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from epl.program.instructions import (
     Backward,
     FinishReduce,
+    FinishRound,
     Forget,
     Forward,
     Free,
@@ -27,10 +28,12 @@ from epl.program.instructions import (
     Send,
     StageProgram,
     StartReduce,
+    StartRound,
     Transfer,
 )
 from epl.runtime.channels import Channels, Pending
 from epl.runtime.reducer import Reducer
+from epl.runtime.shard_reducer import ShardReducer
 from epl.runtime.world import World
 from epl.schedule import Action, Kind
 from epl.stage.codegen import StageCode
@@ -77,9 +80,9 @@ class MicroBatch:
 class Executor:
     """Runs programs on one rank."""
 
-    def __init__(self, world: World, channels: Channels, reducer: Reducer) -> None:
+    def __init__(self, world: World, channels: Channels, reducer: Reducer, sharer: ShardReducer) -> None:
         self._watch, self._recorder = world.watch, world.recorder
-        self._channels, self._reducer = channels, reducer
+        self._channels, self._reducer, self._sharer = channels, reducer, sharer
         self._micro_batches: Sequence[MicroBatch] = ()
         self._posted: dict[Action, list[Pending]] = {}
         self._run: dict[type, Callable[[Any], None]] = {
@@ -89,14 +92,17 @@ class Executor:
             Send: self._send,
             Forget: lambda instruction: self._channels.forget(instruction.action, instruction.stage),
             Free: self._free,
-            StartReduce: lambda _: self._reducer.start(),
-            FinishReduce: lambda _: self._reducer.finish(),
+            StartRound: lambda _: self._sharer.start_round(),
+            FinishRound: lambda _: self._sharer.finish_round(),
+            StartReduce: lambda _: self._start_reduce(),
+            FinishReduce: lambda _: self._finish_reduce(),
         }
 
     def run(self, program: Program, micro_batches: Sequence[MicroBatch]) -> None:
         """Run a program; what it computes is left in the micro-batches and in the parameters' gradients."""
         self._micro_batches = micro_batches
         self._posted.clear()
+        self._sharer.begin()
         for instruction in program.instructions:
             with record_function(f"epl {instruction}"), self._recorder.instruction(instruction):
                 self._run_one(instruction)
@@ -185,6 +191,14 @@ class Executor:
         if not backward:
             # of what was sent, backward needs the place in autograd's graph and not the memory
             micro_batch.given = {name: _edge(value) for name, value in micro_batch.given.items()}
+
+    def _start_reduce(self) -> None:
+        self._reducer.start()
+        self._sharer.start()
+
+    def _finish_reduce(self) -> None:
+        self._reducer.finish()
+        self._sharer.finish()
 
     def _free(self, instruction: Free) -> None:
         micro_batch = self._micro_batches[instruction.action.micro_batch]

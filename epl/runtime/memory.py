@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 from epl.errors import ConfigError, RunError
 from epl.program.curve import CATEGORIES, MemoryCurve
+from epl.program.holdings import Holdings, bucket_bytes, weight_bytes
 from epl.program.instructions import Program
 from epl.program.lower import lower_stage
-from epl.program.memory import Holdings, StageMemory, bucket_bytes, memory_of_stage, predict, weight_bytes
+from epl.program.memory import StageMemory, memory_of_stage, predict
 from epl.runtime.agree import all_succeed
 from epl.runtime.catalog import Variant
 from epl.runtime.measure import measured_step, storage_bytes
 from epl.runtime.runner import Runner
 from epl.runtime.state import tensors_by_path
+from epl.runtime.state_home import StateHome
 from epl.runtime.updates import simulate_updates, state_tensors
 from epl.runtime.world import World
 from epl.stage.simulate import StageProfile
@@ -123,6 +125,7 @@ class Subject:
         model: The model.
         optimizers: Its optimizers.
         step: One training step on a batch.
+        home: Where optimizer states live between steps; None for beside the weights.
     """
 
     world: World
@@ -130,6 +133,7 @@ class Subject:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: Callable[[Any], Any]
+    home: StateHome | None = None
 
 
 def report_memory(subject: Subject, batch: Any | None, path: str | None) -> MemoryReport:
@@ -203,10 +207,15 @@ def _predicted(subject: Subject, batch: Any | None) -> _Prediction:
         bucket_bytes(runner.plan, rank, reduced),
         reduced,
         keeps_sends=subject.world.device.type == "cpu",
+        units=tuple(stored.unit for stored in runner.weights.units),
     )
     gradients = frozenset[str]().union(*(memory.gradients for memory in memories.values()))
     updates = simulate_updates(
-        subject.optimizers, dict(subject.model.named_parameters()), gradients, runner.plan.num_apply_groups
+        subject.optimizers,
+        dict(subject.model.named_parameters()),
+        gradients,
+        runner.plan.num_apply_groups,
+        subject.home,
     )
     micro_batches = [memories[id(variant)] for variant in variants]
     curve = predict(program, micro_batches, holdings, updates.later if batch is None else updates.next)
@@ -224,6 +233,7 @@ def _memory_of(subject: Subject, variant: Variant) -> StageMemory:
 def _constants(subject: Subject, variant: Variant) -> list[torch.Tensor]:
     """What the stage holds beside the model's own tensors."""
     own = {id(tensor) for tensor in tensors_by_path(subject.model).values()}
+    own |= {id(leaf) for stored in subject.runner.weights.units for leaf in stored.leaves}
     return [tensor for tensor in subject.runner.bound(variant).held if id(tensor) not in own]
 
 
@@ -231,12 +241,23 @@ def _held_now(subject: Subject, constants: Sequence[torch.Tensor]) -> dict[str, 
     """Bytes of what is there before a step, by what it is for."""
     seen: set[int] = set()
     return {
-        "weights": storage_bytes([*tensors_by_path(subject.model).values(), *constants], seen),
-        "optimizer": storage_bytes(state_tensors(subject.optimizers), seen),
+        "weights": storage_bytes(_in_memory(subject, constants), seen),
+        "optimizer": storage_bytes(state_tensors(subject.optimizers, subject.home), seen),
         "communication": storage_bytes(subject.runner.reducer.memory, seen),
     }
 
 
+def _in_memory(subject: Subject, constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Weights, buffers and constants; not what is stored elsewhere."""
+    units = [stored for stored in subject.runner.weights.units if stored.unit.home == "device"]
+    away = subject.runner.weights.paths
+    alone = (tensor for path, tensor in tensors_by_path(subject.model).items() if path not in away)
+    return [*alone, *(stored.stored for stored in units), *constants]
+
+
 def _made_by_steps(subject: Subject) -> list[torch.Tensor]:
     gradients = (parameter.grad for parameter in subject.model.parameters())
-    return [*(gradient for gradient in gradients if gradient is not None), *state_tensors(subject.optimizers)]
+    return [
+        *(gradient for gradient in gradients if gradient is not None),
+        *state_tensors(subject.optimizers, subject.home),
+    ]

@@ -12,6 +12,8 @@ from epl.errors import StrategyError
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.apply import apply_in_groups, refuse_groups
 from epl.runtime.state import own_part
+from epl.runtime.state_home import StateHome
+from epl.runtime.weights import Weights
 
 __all__ = ["fit_optimizers", "refuse_optimizers", "state_factor"]
 
@@ -26,14 +28,51 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         StrategyError: an optimizer looks at whole weights, and the plan cuts some; or at all weights, and the plan steps
             them in groups.
     """
-    refuse_groups(optimizers, plan.num_apply_groups)
-    is_cut = any(entry.placement != "R" for entry in plan.parameters if entry.kind == "parameter")
-    wrong = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer).__name__ in _NEED_WHOLE_WEIGHTS]
-    if is_cut and wrong:
-        raise StrategyError(
-            f"{wrong[0]} looks at a whole weight to change any element of it, and under split each rank holds a part. Use "
-            "an optimizer that works element by element (SGD, Adam, AdamW, ...), or replicate."
+    level = next((entry.states_home for entry in plan.parameters if entry.states_home != "device"), "")
+    refuse_groups(optimizers, plan.num_apply_groups, level)
+    is_split = any(entry.placement != "R" for entry in plan.parameters if entry.kind == "parameter")
+    is_shared = bool(plan.zero) and plan.num_columns > 1
+    wrong = [optimizer for optimizer in optimizers if sees_whole_weights(optimizer)] if is_split or is_shared else []
+    if wrong:
+        how, cure = (
+            ("under split", "replicate") if is_split else (f"with zero.level {plan.zero!r}", "leave zero.level out")
         )
+        raise StrategyError(
+            f"{type(wrong[0]).__name__} looks at a whole weight to change any element of it, and {how} each rank steps a "
+            f"part. Use an optimizer that works element by element (SGD, Adam, AdamW, ...), or {cure}."
+        )
+
+
+def sees_whole_weights(optimizer: Optimizer) -> bool:
+    """True if an optimizer makes another update of a part of a weight than of the whole.
+
+    It is tried on a small weight, whole and in two parts, flat as ranks hold them. One that cannot be tried so is taken for
+    one that works element by element, unless its name is known.
+    """
+    if type(optimizer).__name__ in _NEED_WHOLE_WEIGHTS:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(4))
+    try:
+        whole = _stepped(optimizer, values, gradients)
+    except Exception:  # the user's own class, of another form
+        return False
+    cut = [[tensor.flatten()[part] for tensor in (values, *gradients)] for part in (slice(0, 10), slice(10, None))]
+    try:
+        parts = torch.cat([_stepped(optimizer, part[0], part[1:]) for part in cut])
+    except Exception:  # such as Muon, which wants matrices
+        return True
+    return not torch.allclose(whole.flatten(), parts, rtol=1e-9, atol=1e-12)
+
+
+def _stepped(optimizer: Optimizer, values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weight after some steps of an optimizer like this one."""
+    weight = nn.Parameter(values.clone())
+    like = type(optimizer)([weight], **optimizer.defaults)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        like.step()
+    return weight.detach()
 
 
 def state_factor(optimizers: Sequence[Optimizer]) -> float:
@@ -60,7 +99,14 @@ def _factor(optimizer: Optimizer) -> float:
     return sum(value.nbytes for value in kept if value.numel() > 1) / weight.nbytes
 
 
-def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan, rank: int) -> Callable[[], None]:
+def fit_optimizers(
+    optimizers: Sequence[Optimizer],
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    weights: Weights,
+    home: StateHome | None = None,
+) -> Callable[[], None]:
     """Make optimizers fit a plan; gives a function that undoes what concerns their later steps.
 
     What they already keep of weights that are cut is cut, since some make their state when they are made; and they step
@@ -68,13 +114,23 @@ def fit_optimizers(optimizers: Sequence[Optimizer], model: nn.Module, plan: Plan
     """
     parameters = dict(model.named_parameters())
     for entry in plan.parameters:
-        if entry.kind == "parameter" and entry.placement != "R" and plan.place_of(rank)[0] in entry.stages:
+        is_cut = entry.placement != "R" or entry.path in weights
+        if entry.kind == "parameter" and is_cut and plan.place_of(rank)[0] in entry.stages:
+
+            def part(value: torch.Tensor, entry: ParameterPlan = entry) -> torch.Tensor:
+                return weights.piece(entry.path, own_part(entry, plan, rank, value))
+
             for optimizer in optimizers:
-                _fit(optimizer, parameters[entry.path], entry, plan, rank)
-    return apply_in_groups(optimizers, plan.num_apply_groups)
+                _fit(optimizer, parameters[entry.path], entry.shape, part)
+    return apply_in_groups(optimizers, plan.num_apply_groups, home)
 
 
-def _fit(optimizer: Optimizer, parameter: nn.Parameter, entry: ParameterPlan, plan: Plan, rank: int) -> None:
+def _fit(
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    shape: tuple[int, ...],
+    part: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == entry.shape:
-            optimizer.state[parameter][key] = own_part(entry, plan, rank, value).clone()
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+            optimizer.state[parameter][key] = part(value).clone()

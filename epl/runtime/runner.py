@@ -18,8 +18,9 @@ import torch.nn as nn
 from epl.batch import Flat, batch_size_of, cut, flatten, take
 from epl.config import Config
 from epl.errors import RunError, bulleted
-from epl.ir.graph import Graph
+from epl.ir.graph import Graph, refs_in
 from epl.planner.plan import Plan
+from epl.planner.units import shared_out
 from epl.program.instructions import Program, StageProgram
 from epl.program.lower import lower_step
 from epl.runtime.agree import StepNumbers, agree_on_step, content_of, digest
@@ -29,8 +30,10 @@ from epl.runtime.collectives import GroupCollectives
 from epl.runtime.executor import BoundStage, Executor, MicroBatch
 from epl.runtime.probe import ScaleProbe
 from epl.runtime.reducer import ReduceGroup, Reducer
-from epl.runtime.results import Merged, PartResult, kind_of_part, merge, seed_of
+from epl.runtime.results import Merged, OutputForm, PartResult, kind_of_part, merge, seed_of
 from epl.runtime.rng import generator_kept, reseeder
+from epl.runtime.shard_reducer import ShardReducer
+from epl.runtime.weights import Weights
 from epl.runtime.world import Group, World
 from epl.schedule import forward_only, generate
 from epl.sharding.collectives import Collectives, LonelyRank
@@ -59,6 +62,14 @@ class Ran:
     results: tuple[PartResult, ...]
     num_samples: int
 
+    @property
+    def output_form(self) -> OutputForm:
+        """What the model returns, of a forward pass."""
+        structure, graph = self.variant.captured.structure, self.variant.graph
+        assert structure is not None
+        kinds = {out.role: graph.type_of(name) for out in graph.outputs for name in refs_in(out.value)}
+        return OutputForm(structure, kinds)
+
     def merged(self, world: World) -> Merged:
         """Of all micro-batches and replicas; all ranks call it together."""
         return merge(world, self.variant.graph, self.results, self.num_samples)
@@ -67,14 +78,16 @@ class Ran:
 class Runner:
     """Runs steps of one model under one plan."""
 
-    def __init__(self, world: World, config: Config, plan: Plan, catalog: Catalog, model: nn.Module) -> None:
-        self.world, self.plan, self.model = world, plan, model
+    def __init__(
+        self, world: World, config: Config, plan: Plan, catalog: Catalog, model: nn.Module, weights: Weights
+    ) -> None:
+        self.world, self.plan, self.model, self.weights = world, plan, model, weights
         self._config, self._catalog = config, catalog
         self.stage, self.replica, self._position = plan.place_of(world.rank)
         self.groups = self._make_groups()
         self._collectives = self._make_collectives()
         self._channels = Channels(world, plan)
-        self.probe = ScaleProbe(world, is_spread=plan.num_stages > 1 or bool(plan.sharded_stages))
+        self.probe = ScaleProbe(world, is_spread=plan.num_stages > 1 or bool(plan.sharded_stages or plan.zero))
         self._parameters = dict(model.named_parameters())
         self._reduce(self._find_trainable())
         self._programs: dict[Any, Program] = {}
@@ -103,9 +116,11 @@ class Runner:
     def _reduce(self, trainable: frozenset[str]) -> None:
         """Reduce the gradients of these parameters from here on: users freeze and thaw parameters between steps."""
         self._trainable = trainable
+        self.weights.follow(trainable)
         overlap = not self.plan.is_opaque
         self.reducer = Reducer(self.world, self._reduce_groups(), self.plan.max_buckets, overlap=overlap)
-        self._executor = Executor(self.world, self._channels, self.reducer)
+        self.sharer = ShardReducer(self.world, self.weights.units, overlap=overlap)
+        self._executor = Executor(self.world, self._channels, self.reducer, self.sharer)
 
     def _find_trainable(self) -> frozenset[str]:
         return frozenset([name for name, parameter in self._parameters.items() if parameter.requires_grad])
@@ -114,8 +129,10 @@ class Runner:
         """What is summed over which ranks; every rank of the world goes through all of it, in the same order."""
         sparse = frozenset() if self.plan.sparse_as_dense else _sparse_parameters(self.model)
         by_ranks: dict[tuple[int, ...], list[str]] = {}
+        shared = shared_out(self.plan)
         for entry in self.plan.parameters:
-            for ranks in self.plan.holders(entry) if entry.path in self._trainable and entry.stages else ():
+            takes_part = entry.path in self._trainable and entry.stages and entry.path not in shared
+            for ranks in self.plan.holders(entry) if takes_part else ():
                 by_ranks.setdefault(ranks, []).append(entry.path)
         found: list[ReduceGroup] = []
         for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
@@ -132,26 +149,30 @@ class Runner:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def run(self, kind: str, batch: Any) -> Ran:
+    def run(self, kind: str, batch: Any, loss_scale: float = 1.0) -> Ran:
         """Run one step of a kind (``train``, ``eval``, ``output``) on this replica's batch.
+
+        Gradients come out multiplied by ``loss_scale``; what is reported does not.
 
         Raises:
             RunError: the ranks do not agree, or one has failed; on every rank.
         """
         parts, everyone = self._begin(kind, batch)
         num_samples, before = self._samples(everyone)
+        self.weights.refresh()
         if self._find_trainable() != self._trainable:
-            self.reducer.close()
+            self.close()
             self._reduce(self._find_trainable())
-        micro_batches = [self._micro_batch(part, num_samples, before) for part in parts]
+        micro_batches = [self._micro_batch(part, num_samples, before, loss_scale) for part in parts]
         stages = [micro_batch.stage.program for micro_batch in micro_batches]
-        program = self._program(kind, stages)
+        program = self._program(kind, stages, self._num_rounds(everyone))
         try:
             with self._context(kind, parts):
                 self._executor.run(program, micro_batches)
         except Exception as error:
             self.world.watch.report_failure(error)
             raise
+        self.weights.clear()
         if kind == "train":
             self.step += 1
         results = self._results(parts, micro_batches, before)
@@ -183,7 +204,8 @@ class Runner:
             size = batch_size_of(flat.tensors)
             graphs = digest(" ".join(str(part.variant.number) for part in parts))
             work = digest(" ".join(str(self.bound(part.variant).work) for part in parts))
-            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs, work)
+            updates = self.weights.num_updates
+            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs, work, updates)
         except Exception as caught:
             error = caught
         return parts, agree_on_step(self.world, self.plan, mine, (call, form), error)
@@ -240,18 +262,26 @@ class Runner:
             raise RunError("the global batch is empty: no replica was given a sample")
         return sum(sizes), sum(sizes[: self.replica])
 
-    def _micro_batch(self, part: _Part, num_samples: int, before: int) -> MicroBatch:
+    def _micro_batch(self, part: _Part, num_samples: int, before: int, loss_scale: float) -> MicroBatch:
         assert part.variant.bound is not None
-        seed = seed_of(part.variant.graph, self.plan.reduce_method, part.num_samples / num_samples)
+        seed = loss_scale * seed_of(part.variant.graph, self.plan.reduce_method, part.num_samples / num_samples)
         reseed = reseeder(self.world.device, self.base_seed, self.step, before + part.start)
         return MicroBatch(part.variant.bound, part.flat.tensors, seed, reseed)
 
-    def _program(self, kind: str, stages: list[StageProgram]) -> Program:
-        key = (kind, tuple(map(id, stages)))
+    def _num_rounds(self, everyone: Sequence[StepNumbers]) -> int:
+        """Micro-batches of the rank that has most of them."""
+        sizes = [everyone[self.plan.ranks_of_replica(r)[0]].num_samples for r in range(self.plan.num_replicas)]
+        parts = (cut(size, self.plan.num_micro_batches) for size in sizes)
+        return max(len(each) for each in parts)
+
+    def _program(self, kind: str, stages: list[StageProgram], num_rounds: int = 0) -> Program:
+        key = (kind, num_rounds, tuple(map(id, stages)))
         if key not in self._programs:
             make = generate if kind == "train" else lambda _, s, m: forward_only(s, m)
             schedule = make(self.plan.schedule, self.plan.num_stages, len(stages))
-            self._programs[key] = lower_step(self.plan, self.world.rank, schedule, stages, train=kind == "train")
+            self._programs[key] = lower_step(
+                self.plan, self.world.rank, schedule, stages, train=kind == "train", num_rounds=num_rounds
+            )
         return self._programs[key]
 
     def _results(
@@ -300,7 +330,9 @@ class Runner:
         return "train" in self._last and _writes_buffers(self._last["train"].graph)
 
     def close(self) -> None:
+        """Take the hooks off the parameters."""
         self.reducer.close()
+        self.sharer.close()
 
 
 def _form(graph: Graph) -> str:

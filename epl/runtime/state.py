@@ -19,6 +19,7 @@ import torch.nn as nn
 from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.agree import agree_on, all_succeed, content_of
+from epl.runtime.weights import CUT, Weights
 from epl.runtime.world import Group, World
 from epl.sharding.placements import join_shards, local_shape, parse_placement, take_shard
 
@@ -38,7 +39,6 @@ __all__ = [
     "whole_shapes",
 ]
 
-_CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
 _BROADCAST_BYTES = 32 << 20  # EPL broadcasts initial weights in pieces of 32 MiB
 
 
@@ -88,7 +88,7 @@ def make_equal(world: World, model: nn.Module) -> bool:
 
 def _refuse_released(model: nn.Module) -> None:
     tensors = tensors_by_path(model)
-    released = [path for path, tensor in tensors.items() if _is_released(tensor) or hasattr(tensor, _CUT)]
+    released = [path for path, tensor in tensors.items() if _is_released(tensor) or hasattr(tensor, CUT)]
     if released:
         raise RunError(
             f"an earlier engine has spread this model over the ranks, and this rank does not hold {released[0]} and "
@@ -135,7 +135,7 @@ def release(model: nn.Module, plan: Plan, rank: int) -> None:
             tensor.data = torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         elif entry.placement != "R":
             tensor.data = own_part(entry, plan, rank, tensor.detach()).clone(memory_format=torch.contiguous_format)
-            setattr(tensor, _CUT, True)
+            setattr(tensor, CUT, True)
 
 
 def own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -> torch.Tensor:
@@ -146,14 +146,18 @@ def own_part(entry: ParameterPlan, plan: Plan, rank: int, whole: torch.Tensor) -
 
 
 @contextmanager
-def whole_shapes(model: nn.Module, plan: Plan, rank: int) -> Iterator[None]:
-    """Tensors that are released or cut with memory of their whole shape for a while, so that the model can be captured.
+def whole_shapes(model: nn.Module, plan: Plan, rank: int, weights: Weights) -> Iterator[None]:
+    """Tensors that are released, cut or in pieces with memory of their whole shape for a while: to capture the model.
 
     A capture looks at shapes and strides, not at values; on the CPU the memory is never touched, so it costs nothing.
     """
     stage, _, _ = plan.place_of(rank)
     tensors = tensors_by_path(model)
-    changed = [entry for entry in plan.parameters if not is_held(entry, stage) or entry.placement != "R"]
+    changed = [
+        entry
+        for entry in plan.parameters
+        if not is_held(entry, stage) or entry.placement != "R" or entry.path in weights
+    ]
     saved = [(tensors[entry.path], tensors[entry.path].data, tensors[entry.path].grad) for entry in changed]
     for entry, (tensor, _, _) in zip(changed, saved, strict=True):
         tensor.grad = None  # a gradient has the shape of its tensor
@@ -222,17 +226,21 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
 
 
 def gather_state(
-    world: World, model: nn.Module, plan: Plan, *, gradients: bool = False
+    world: World, model: nn.Module, plan: Plan, weights: Weights, *, gradients: bool = False
 ) -> dict[str, torch.Tensor | None]:
     """Every tensor whole, on every rank, under its first name; with ``gradients`` the parameters' gradients."""
     tensors = tensors_by_path(model)
     found: dict[str, torch.Tensor | None] = {}
+    weights.refresh()
     with torch.no_grad(), world.waiting("the whole model's tensors"):
         for entry in plan.parameters:
             if entry.kind == "buffer" and gradients:
                 continue
             tensor = tensors[entry.path].grad if gradients else tensors[entry.path].detach()
+            if entry.path in weights:
+                tensor = weights.whole_gradient(entry.path) if gradients else weights.whole(entry.path)
             found[entry.path] = _joined(world, plan, entry, tensor, tensors[entry.path])
+    weights.end_reading()
     return found
 
 
@@ -267,7 +275,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.is_sparse else tensor).contiguous()
 
 
-def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]) -> None:
+def load_whole(model: nn.Module, plan: Plan, rank: int, weights: Weights, state: Mapping[str, Any]) -> None:
     """Copy the parts of a whole state dict that this rank holds into the model.
 
     Raises:
@@ -287,8 +295,12 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, state: Mapping[str, Any]
         raise RunError(bulleted("the state dict does not fit the model:", faults))
     held = {entry.path for entry in plan.parameters if is_held(entry, plan.place_of(rank)[0])}
     with torch.no_grad():
-        for name in wanted:
-            if name not in first:  # what a module adds to its state besides tensors
-                model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
-            elif first[name] in held:
-                tensors[first[name]].copy_(own_part(entries[first[name]], plan, rank, state[name]))
+        for name in wanted - first.keys():  # what a module adds to its state besides tensors
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
+        for name in (name for name in wanted & first.keys() if first[name] in held):
+            path = first[name]
+            part = own_part(entries[path], plan, rank, state[name])
+            if path in weights:
+                weights.load(path, part)
+            else:
+                tensors[path].copy_(part)

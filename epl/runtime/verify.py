@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -33,6 +33,7 @@ from epl.runtime.world import World
 __all__ = ["Difference", "Reference", "Report", "Trial", "compare", "plain_step", "small_part", "verify_step"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF = 5e-2  # the plain process computes in full precision, and bfloat16 has three digits
 _BY_PARTS = ("aten.batch_norm.", "aten.instance_norm.")
 # a gradient that is zero but for rounding is measured against the largest one: the shift of a softmax, for example
 _FLOOR = 1e-3
@@ -78,6 +79,12 @@ class Report:
         lines.append(f"{len(self.faults)} of {count} differ" if self.faults else f"all {count} agree")
         return "\n".join(lines)
 
+    def end_script(self, rank: int) -> NoReturn:
+        """Print the table on rank 0, and end the script: with 1 if something differs."""
+        if rank == 0:
+            print(self, flush=True)
+        raise SystemExit(1 if self.faults else 0)
+
     def check(self) -> Report:
         """Return the report if everything agrees.
 
@@ -118,7 +125,7 @@ def verify_step(trial: Trial, batch: Any, tolerance: float | None) -> Report:
     world, plan, parameters = runner.world, runner.plan, list(model.parameters())
     earlier, step = take_gradients(parameters), runner.step
     with buffers_kept(model):
-        weights = gather_state(world, model, plan)
+        weights = gather_state(world, model, plan, runner.weights)
         stale = stale_weights(world, model, plan)
         batches = gather_batches(world, plan, batch)
         ran = trial.run(batch)
@@ -284,7 +291,7 @@ def compare(
     """The table of differences."""
     if tolerance is None:
         dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
-        tolerance = max((_TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=1e-4)
+        tolerance = _HALF if plan.precision else max((_TOLERANCES.get(dtype, 1e-2) for dtype in dtypes), default=1e-4)
     found = [_number("loss", reference.loss, float(loss))]
     found.append(_number("global norm", _norm(reference.gradients), _norm(gradients)))
     largest = max(

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from epl.errors import RunError
 from epl.ir.graph import Argument, Op
 from epl.ir.text import argument_text
+from epl.stage.leases import Leases
 
 __all__ = ["SCRATCH", "Segments", "StageCode", "autocast", "generate_code", "resolve", "same_branch"]
 
@@ -46,6 +47,7 @@ class StageCode:
         targets: Name in the source -> target of the IR.
         ops: The operators, for messages; ``lines[n]`` is the place in ``ops`` of source line n.
         lines: Source line -> place in ``ops``.
+        arguments: The values that the function takes, in order; ``reseed`` comes after them.
     """
 
     name: str
@@ -53,15 +55,25 @@ class StageCode:
     targets: tuple[tuple[str, str], ...]
     ops: tuple[Op, ...]
     lines: tuple[tuple[int, int], ...]
+    arguments: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
         return f"<epl {self.name}>"
 
     def compile(
-        self, functions: Mapping[str, Callable[..., Any]], segments: Segments | None = None
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        segments: Segments | None = None,
+        leases: Leases | None = None,
     ) -> Callable[..., tuple[Any, ...]]:
-        """The function itself; ``functions`` are the callables that the graph names."""
+        """The function itself; ``functions`` are the callables that the graph names.
+
+        Args:
+            functions: By target.
+            segments: How recompute segments run.
+            leases: What keeps leased weights out of autograd's memory; None if there are none.
+        """
         segments = segments or Segments()
         space: dict[str, Any] = {
             "torch": torch,
@@ -76,7 +88,7 @@ class StageCode:
         # so that a traceback shows the generated line
         linecache.cache[self.file] = (len(self.source), None, self.source.splitlines(keepends=True), self.file)
         exec(compile(self.source, self.file, "exec"), space)
-        return space[self.name]
+        return space[self.name] if leases is None else leases.around(space[self.name])
 
     def op_at(self, line: int) -> Op | None:
         """The operator on a line of the source."""
@@ -87,12 +99,13 @@ class StageCode:
 class Segments:
     """How recompute segments run; one for all stages of a model on a rank.
 
-    ``keep_all`` is the switch with which nothing is computed again, to compare with.
+    ``keep_all`` is the switch with which nothing is computed again, to compare with; ``is_again`` tells that a segment is
+    running once more.
     """
 
     def __init__(self) -> None:
         self.keep_all = False
-        self._is_again = False
+        self.is_again = False
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a segment; keep its arguments, and run it again when backward needs what it has made."""
@@ -109,15 +122,15 @@ class Segments:
 
     @contextmanager
     def _running_again(self) -> Iterator[None]:
-        self._is_again = True
+        self.is_again = True
         try:
             yield
         finally:
-            self._is_again = False
+            self.is_again = False
 
     def scratch(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it that the second run may change."""
-        return tensor.clone() if self._is_again else tensor
+        return tensor.clone() if self.is_again else tensor
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -162,7 +175,9 @@ def generate_code(name: str, ops: tuple[Op, ...], arguments: tuple[str, ...], re
     head = f"def {name}({', '.join([*arguments, 'reseed'])}):\n"
     tail = f"    return ({''.join(f'{result}, ' for result in results)})\n"
     lines = tuple((line + 1, place) for line, place in writer.lines)
-    return StageCode(name, head + "".join(writer.text) + tail, tuple(sorted(writer.targets.items())), ops, lines)
+    return StageCode(
+        name, head + "".join(writer.text) + tail, tuple(sorted(writer.targets.items())), ops, lines, arguments
+    )
 
 
 class _Writer:

@@ -155,14 +155,20 @@ class _Trial:
         if not known and op.name in self.graph.needs_grad:
             saved = [*_tensors((args, kwargs)), *_tensors(result)]
         about = OpMemory(bool(saved and not known), bool(saved), self.ranks.meetings > met, known)
+        is_cast_weight = op.target == "aten.to.dtype" and not op.views and self._is_weight(op)
         for tensor in _tensors(result):
             memory = self._note(tensor, place)
+            memory.is_kept_anyway |= is_cast_weight  # it is not kept at all, but made anew for backward
             memory.needs_grad |= op.name in self.graph.needs_grad
         for tensor in saved:
             memory = self._note(tensor, place)
             memory.savers.append(place)
             about.saves_results |= memory.maker == place
         return about
+
+    def _is_weight(self, op: Op) -> bool:
+        name = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+        return isinstance(self.graph.leaves.get(name), Parameter)
 
     def _call(self, op: Op, args: list[Any], kwargs: dict[str, Any], saved: list[torch.Tensor]) -> Any:
         function = self.functions.get(op.target) or resolve(op.target)

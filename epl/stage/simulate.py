@@ -21,7 +21,8 @@ from epl.capture.fakes import Fakes
 from epl.capture.ledger import Entry, Ledger
 from epl.ir.graph import Parameter, Ref, Taken
 from epl.ir.types import ListType, ScalarType, TensorType
-from epl.stage.codegen import StageCode
+from epl.stage.codegen import Segments, StageCode
+from epl.stage.leases import Coming, Leases, UnitCache
 from epl.stage.stage import GIVEN, Stage
 from epl.stage.workspaces import HUNGRY, find_workspaces
 
@@ -113,38 +114,44 @@ class StageProfile:
 def simulate(
     stage: Stage,
     code: StageCode,
-    arguments: Sequence[str],
     functions: Mapping[str, Callable[..., Any]],
     *,
     device: torch.device | None = None,
     flowing: Collection[str] | None = None,
+    lender: UnitCache | None = None,
 ) -> StageProfile:
     """The memory of one micro-batch in one stage.
 
     Args:
         stage: The stage.
         code: Its function.
-        arguments: The values that the function takes, in order.
         functions: What its operators call: the captured ones, and ``stage.functions`` bound to stand-in ranks.
         device: Where it will run; None for the CPU.
         flowing: The values it gives whose gradients come back; None for all that need one.
+        lender: Brings stand-ins of the units of weights that the stage is lent; None if it is lent none.
 
     Returns:
         The profile; with ``problem`` if the stage cannot run without values.
 
     Example:
-        >>> profile = simulate(lowered.stage, lowered.code, arguments, {})  # doctest: +SKIP
+        >>> profile = simulate(lowered.stage, lowered.code, {})  # doctest: +SKIP
     """
-    run = _Run(stage, Ledger(HUNGRY), device or torch.device("cpu"), flowing)
+    run = _Run(
+        stage, Ledger(HUNGRY), device or torch.device("cpu"), flowing, lender or UnitCache((), _no_unit, ahead=False)
+    )
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), _without_collector():
-            run.both(code, arguments, functions)
+            run.both(code, functions)
         return run.profile()
     except (
         Exception
     ) as error:  # code of the user's and any operator run in there; a memory report must not fail with them
         text = str(error).strip().split("\n")[0]
         return StageProfile(problem=f"not predicted: {type(error).__name__}: {text}")
+
+
+def _no_unit(unit: int) -> Coming:
+    raise AssertionError(f"unit {unit} is wanted, and the stage is lent none")
 
 
 @contextmanager
@@ -170,26 +177,39 @@ class _Root(NamedTuple):
 class _Run:
     """One forward and one backward pass on fakes, as the executor makes them."""
 
-    def __init__(self, stage: Stage, ledger: Ledger, device: torch.device, flowing: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        ledger: Ledger,
+        device: torch.device,
+        flowing: Collection[str] | None,
+        lender: UnitCache,
+    ) -> None:
         self.stage, self.ledger, self.device, self.flowing = stage, ledger, device, flowing
         self.fakes = Fakes()
         self.after_forward = self.before_backward = 0
         self.roots: list[_Root] = []
         self.parts: list[Any] = []  # the executor keeps them, too
         self.numbers: dict[str, tuple[int, int, bool]] = {}  # of what is given: storage, bytes, is it copied
+        self.lender = lender
 
-    def both(self, code: StageCode, arguments: Sequence[str], functions: Mapping[str, Callable[..., Any]]) -> None:
+    def both(self, code: StageCode, functions: Mapping[str, Callable[..., Any]]) -> None:
         without = dict.fromkeys(_ASSERTIONS, lambda *_, **__: None)
-        function = code.compile({**functions, **without})
-        held = [self._argument(name) for name in arguments]
+        segments = Segments()
+        leases = Leases(lambda: segments.is_again)
+        lent = leases.bind(self.stage.leases, self.lender)
+        function = code.compile({**functions, **without, **lent}, segments, leases if lent else None)
+        held = [self._argument(name) for name in code.arguments]
         roles = [output.role for output in self.stage.graph.outputs if isinstance(output.value, Ref)]
         with self.fakes.mode, self.ledger:
             results = list(function(*held, lambda _: None))
+            self.lender.clear()
             self.after_forward = len(self.ledger.entries)
             for role in roles:
                 self._hand_over(role, results.pop(0))
             self.before_backward = len(self.ledger.entries)
             self._backward()
+            self.lender.clear()
 
     def _argument(self, name: str) -> Any:
         leaf = self.stage.graph.leaves[name]

@@ -16,6 +16,7 @@ from epl.planner.split import SplitChoice
 from epl.sharding.local import Bindable
 from epl.sharding.options import WHOLE
 from epl.sharding.placements import Placement, Shard, local_shape
+from epl.stage.leases import Lease
 from epl.stage.shards import ShardedStage, shard_stage
 
 __all__ = ["GIVEN", "Share", "Stage", "localize"]
@@ -36,6 +37,8 @@ class Stage:
         position: This rank's place among them.
         index: Number of the stage.
         notes: What passes have to say, a line each.
+        leases: What operators with targets ``lease.*`` bring.
+        runs: The units of weights that leases bring, in the order of forward (:mod:`epl.planner.units`).
     """
 
     graph: Graph
@@ -45,6 +48,8 @@ class Stage:
     position: int = 0
     index: int = 0
     notes: tuple[str, ...] = ()
+    leases: Mapping[str, Lease] = field(default_factory=dict)
+    runs: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -196,8 +196,8 @@ def verify_by_environment(rank: int, faulty: bool) -> list[str]:
     problem = tagger()
     with pytest.MonkeyPatch.context() as patch:
         calls: list[Any] = []
-        plain: Callable[..., Any] = engine_module.Engine.verify
-        patch.setattr(engine_module.Engine, "verify", lambda *args: calls.append(args) or plain(*args))
+        plain: Callable[..., Any] = engine_module.Engine._report
+        patch.setattr(engine_module.Engine, "_report", lambda *args: calls.append(args) or plain(*args))
         if faulty:
             forget_tied_sum(rank, patch)
         engine = start(problem, PIPELINE)

@@ -25,12 +25,7 @@ WEIGHT, BIAS = 6 * ROW, ROW
 def profile_of(lowered: Lowered, stage: int = 0) -> StageProfile:
     """The profile of one stage of a lowered model."""
     low = lowered.stages[stage]
-    arguments = (
-        *low.program.held,
-        *(lowered.graph.inputs[place].name for place in low.program.inputs),
-        *dict.fromkeys(transfer.value for transfer in low.program.takes),
-    )
-    return simulate(low.stage, low.code, arguments, lowered.captured.functions)
+    return simulate(low.stage, low.code, lowered.captured.functions)
 
 
 def _chain(model: Any, x: Tensor) -> Tensor:
@@ -111,8 +106,7 @@ def test_what_cannot_run_without_data_is_not_predicted_and_says_why() -> None:
         raise RuntimeError("there is no data here\nand more of that")
 
     code = replace(low.code, targets=tuple((name, "function.call_0") for name, _ in low.code.targets))
-    arguments = (*low.program.held, *(lowered.graph.inputs[place].name for place in low.program.inputs))
-    profile = simulate(low.stage, code, arguments, {"function.call_0": needs_data})
+    profile = simulate(low.stage, code, {"function.call_0": needs_data})
     assert profile.problem == "not predicted: RuntimeError: there is no data here"
     assert profile.curve() == []
 

@@ -1,0 +1,96 @@
+"""Bring a model and its optimizers into the form that a plan wants of them: what is stored where, and who steps what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from tempfile import gettempdir
+
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from epl.config import Config
+from epl.errors import ConfigError
+from epl.planner.plan import Plan
+from epl.runtime.agree import all_succeed
+from epl.runtime.disk import DiskSpace
+from epl.runtime.optimizers import fit_optimizers
+from epl.runtime.scaling import Scaling
+from epl.runtime.state import release
+from epl.runtime.state_home import DiskHome, HostHome, StateHome
+from epl.runtime.weights import Weights, refuse_sparse
+from epl.runtime.world import World
+from epl.units import size_bytes_of
+
+__all__ = ["Stored", "store"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What was done.
+
+    Args:
+        weights: The weights that lie in units.
+        home: Where optimizer states live between steps; None for beside the weights.
+        undo: Takes all hooks off the optimizers.
+    """
+
+    weights: Weights
+    home: StateHome | None
+    undo: Callable[[], None]
+
+
+def store(
+    world: World, plan: Plan, config: Config, model: nn.Module, optimizers: Sequence[Optimizer], scaling: Scaling
+) -> Stored:
+    """Store weights and optimizer states as the plan says; all ranks call it together.
+
+    Raises:
+        ConfigError: the devices are CPUs, whose memory is host memory already.
+        RunError: there is no room for the files.
+        StrategyError: a gradient is sparse where flat memory is needed.
+    """
+    homes = {entry.home for entry in plan.parameters} | {entry.states_home for entry in plan.parameters}
+
+    def make_weights() -> tuple[Weights, DiskSpace | None]:
+        release(model, plan, world.rank)
+        refuse_sparse(model, plan)
+        if "host" in homes and world.device.type == "cpu":
+            raise ConfigError(
+                f"offload.level is {config.offload.level!r}, which moves weights or states to host memory, and this rank "
+                "computes on the CPU, whose memory that is. Use 'disk', or leave it out."
+            )
+        limit = size_bytes_of(config.offload.size_limit) or None
+        space = DiskSpace(config.offload.path or gettempdir(), limit) if "disk" in homes else None
+        return Weights(world, plan, model, space), space
+
+    weights, space = all_succeed(world, make_weights)
+    home = _home(world, plan, model, space)
+    undo = [fit_optimizers(optimizers, model, plan, world.rank, weights, home)]
+    weights.watch(optimizers)
+    undo.append(scaling.skip_overflows(optimizers))
+
+    def undo_all() -> None:
+        for each in reversed(undo):
+            each()
+        weights.close()
+
+    return Stored(weights, home, undo_all)
+
+
+def _home(world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> StateHome | None:
+    parameters = dict(model.named_parameters())
+    stage, _, _ = plan.place_of(world.rank)
+    away = {
+        entry.states_home: []
+        for entry in plan.parameters
+        if entry.kind == "parameter" and entry.states_home != "device"
+    }
+    for entry in plan.parameters:
+        # of a weight that is itself in host memory the optimizer makes states there
+        if entry.states_home in away and stage in entry.stages and (entry.states_home, entry.home) != ("host", "host"):
+            away[entry.states_home].append(parameters[entry.path])
+    if "disk" in away:
+        assert space is not None
+        return DiskHome(space, away["disk"])
+    return HostHome(world.device, away["host"]) if away.get("host") else None

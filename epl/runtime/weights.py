@@ -1,0 +1,349 @@
+"""The weights of a rank that lie in units: where they are stored, what forward is given of them, how they stay the same.
+
+With it each model parameter is the *piece* that this rank's optimizer steps: of a unit that is shared out a flat part of
+its elements (none, if none are in this rank's shard), else the weight in its own shape. What a stage computes with is the
+*leaf*: of weights that every rank keeps whole a view of the unit's memory, of lent ones a tensor without memory, which
+tells shape and type, and takes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from epl.errors import RunError, StrategyError
+from epl.planner.plan import Plan
+from epl.planner.units import Slot, Unit, shared_out, units_of
+from epl.program.unit_memory import looks_ahead
+from epl.runtime.disk import DiskSpace
+from epl.runtime.shards import Exchange, ShardTalk
+from epl.runtime.world import World
+from epl.stage.leases import UnitCache
+
+__all__ = ["CUT", "StoredUnit", "Weights", "refuse_sparse"]
+
+CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
+_Talks = dict[tuple[int, ...], tuple[ShardTalk, ShardTalk]]  # by ranks: for weights and for gradients
+
+
+@dataclass
+class _Arriving:
+    """As of :class:`epl.stage.leases.Coming`."""
+
+    whole: torch.Tensor
+    exchange: Exchange | None
+
+    def get(self) -> torch.Tensor:
+        if self.exchange is not None:
+            self.exchange.wait()
+            self.exchange = None
+        return self.whole
+
+
+@dataclass
+class StoredUnit:
+    """A unit on this rank.
+
+    Args:
+        unit: The unit.
+        place: Which shard is this rank's.
+        gathering: What the ranks talk through about its weights.
+        summing: The same for its gradients.
+        stored: The flat memory of the weights: of all shards, or of this rank's own.
+        parameters: The model's, by slot.
+        leaves: What the stage is given, by slot.
+    """
+
+    unit: Unit
+    place: int
+    gathering: ShardTalk
+    summing: ShardTalk
+    stored: torch.Tensor
+    parameters: tuple[nn.Parameter, ...]
+    leaves: tuple[torch.Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        slots = self.unit.slots
+        return slots[0].path + (f" and {len(slots) - 1} more" if len(slots) > 1 else "")
+
+    def slots(self) -> Iterator[tuple[Slot, nn.Parameter, torch.Tensor]]:
+        """(slot, parameter, leaf) of each weight."""
+        return zip(self.unit.slots, self.parameters, self.leaves, strict=True)
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of flat memory of the unit's size."""
+        return flat.narrow(0, self.place * self.unit.shard_size, self.unit.shard_size)
+
+    def piece_of(self, slot: Slot, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a weight, in the memory of its shard; in the weight's shape if nothing is shared out."""
+        if self.unit.num_shards == 1:
+            return shard[slot.start : slot.stop].view(slot.shape)
+        start, stop = self.unit.piece(slot, self.place)
+        first = slot.start + start - self.place * self.unit.shard_size if start < stop else 0
+        return shard.narrow(0, first, stop - start)
+
+    def cut(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor of a weight's shape."""
+        if self.unit.num_shards == 1:
+            return whole
+        start, stop = self.unit.piece(slot, self.place)
+        return whole.reshape(-1)[start:stop]
+
+    def start(self, device: torch.device) -> _Arriving:
+        """Bring all shards together in new memory on a device."""
+        unit = self.unit
+        whole = torch.empty(unit.size, dtype=self.stored.dtype, device=device)
+        into = self.shard_of(whole) if unit.is_cut else whole
+        into.copy_(self.stored, non_blocking=True)
+        return _Arriving(whole, self.gathering.gather(whole, f"the weights of {self.name}") if unit.is_cut else None)
+
+
+class Weights:
+    """The units of one rank.
+
+    Args:
+        world: The ranks.
+        plan: The plan.
+        model: The model, of which this rank has what its stage uses. Its parameters become pieces.
+        space: Where weights on disk go; None if there are none.
+    """
+
+    def __init__(self, world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> None:
+        self._world, self._space = world, space
+        self.num_updates = 0
+        self._is_stale = False
+        self._caches: list[UnitCache] = []
+        self._handles: list[Any] = []
+        self._may_list = False
+        self._read: tuple[int, torch.Tensor] | None = None
+        talks = _talks(world, plan)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
+        if any(stored.unit.num_shards > 1 for stored in self.units):
+            self._handles.append(model.register_state_dict_pre_hook(self._refuse_state_dict))
+        self._places = {
+            slot.path: (number, place)
+            for number, stored in enumerate(self.units)
+            for place, slot in enumerate(stored.unit.slots)
+        }
+
+    def _store(
+        self,
+        unit: Unit,
+        parameters: Mapping[str, nn.Parameter],
+        talks: _Talks,
+    ) -> StoredUnit:
+        own = tuple(parameters[slot.path] for slot in unit.slots)
+        gathering, summing = talks[unit.ranks]
+        size = unit.shard_size if unit.is_cut else unit.size
+        memory = self._memory(unit, size, own[0])
+        stored = StoredUnit(unit, unit.place_of(self._world.rank), gathering, summing, memory, own, ())
+        leaves: list[torch.Tensor] = []
+        for slot, parameter in zip(unit.slots, own, strict=True):
+            gradient = None if parameter.grad is None else stored.cut(slot, parameter.grad)
+            piece = stored.piece_of(slot, memory if unit.is_cut else stored.shard_of(memory))
+            if unit.is_cut:
+                piece.copy_(stored.cut(slot, parameter.detach()))
+                leaf = parameter.new_empty(()).expand(slot.shape)
+            else:
+                whole = memory[slot.start : slot.stop].view(slot.shape)
+                whole.copy_(parameter)
+                leaf = parameter.new_empty(()).expand(slot.shape) if unit.is_lent else whole
+            leaves.append(leaf.detach().to(self._world.device).requires_grad_(parameter.requires_grad))
+            parameter.grad = None
+            parameter.data = piece
+            parameter.grad = gradient
+            if unit.num_shards > 1:
+                setattr(parameter, CUT, True)
+        stored.leaves = tuple(leaves)
+        return stored
+
+    def _memory(self, unit: Unit, size: int, like: torch.Tensor) -> torch.Tensor:
+        if unit.home == "disk":
+            assert self._space is not None
+            return self._space.tensor((size,), like.dtype)
+        if unit.home == "host":
+            return torch.zeros(size, dtype=like.dtype, pin_memory=self._world.device.type != "cpu")
+        return torch.zeros(size, dtype=like.dtype, device=self._world.device)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._places
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The weights that lie in units."""
+        return frozenset(self._places)
+
+    def leaf(self, path: str, parameter: torch.Tensor) -> torch.Tensor:
+        """What a stage computes with: of a weight in no unit the parameter itself."""
+        if path not in self._places:
+            return parameter
+        number, place = self._places[path]
+        return self.units[number].leaves[place]
+
+    def piece(self, path: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor like a weight, such as a state of its optimizer."""
+        if path not in self._places:
+            return whole
+        number, place = self._places[path]
+        stored = self.units[number]
+        return stored.cut(stored.unit.slots[place], whole)
+
+    def follow(self, trainable: frozenset[str]) -> None:
+        """Take gradients of these parameters, and of no others."""
+        for stored in self.units:
+            for slot, _, leaf in stored.slots():
+                leaf.requires_grad_(slot.path in trainable)
+
+    # -- forward and backward -------------------------------------------------------------------------------------
+
+    def lender(self, runs: Sequence[int]) -> UnitCache:
+        """Brings the units of a stage's runs."""
+        units = [stored.unit for stored in self.units]
+        ahead = looks_ahead(units, on_accelerator=self._world.device.type != "cpu")
+        cache = UnitCache(runs, lambda unit: self.units[unit].start(self._world.device), ahead=ahead)
+        self._caches.append(cache)
+        return cache
+
+    def clear(self) -> None:
+        """Let go of lent units."""
+        for cache in self._caches:
+            cache.clear()
+        if self._space is not None:
+            self._space.give_back_pages()
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notice when these optimizers have stepped pieces, so that the ranks' weights are no longer the same."""
+
+        def stepped(*_: object) -> None:
+            self.num_updates += 1
+            self._is_stale = True
+
+        if self.units:
+            self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
+
+    def refresh(self) -> None:
+        """Gather what the other ranks have updated; all ranks call it together."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        self.clear()
+        exchanges = [
+            stored.gathering.gather(stored.stored, f"the updated weights of {stored.name}")
+            for stored in self.units
+            if stored.unit.num_shards > 1 and not stored.unit.is_cut
+        ]
+        for exchange in exchanges:
+            exchange.wait()
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- whole weights --------------------------------------------------------------------------------------------
+
+    def whole(self, path: str) -> torch.Tensor:
+        """All that this rank's stage uses of a weight.
+
+        The ranks of its unit call it for the same weights in the same order.
+        """
+        number, place = self._places[path]
+        stored = self.units[number]
+        if self._read is None or self._read[0] != number:
+            self._read = (number, stored.start(self._world.device).get() if stored.unit.is_cut else stored.stored)
+        slot = stored.unit.slots[place]
+        return self._read[1][slot.start : slot.stop].view(slot.shape)
+
+    def end_reading(self) -> None:
+        """Let go of what `whole` has brought."""
+        self._read = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While it lasts, the model's own ``state_dict()`` may be called, for its names."""
+        self._may_list = True
+        try:
+            yield
+        finally:
+            self._may_list = False
+
+    def _refuse_state_dict(self, *_: object) -> None:
+        if not self._may_list:
+            raise RunError(
+                "the model's weights are shared out over the ranks, and its own state_dict() would have this rank's pieces "
+                "of them. Call engine.state_dict() on all ranks."
+            )
+
+    def whole_gradient(self, path: str) -> torch.Tensor | None:
+        """The same of a gradient; None if no rank has one."""
+        number, place = self._places[path]
+        stored = self.units[number]
+        slot, parameter = stored.unit.slots[place], stored.parameters[place]
+        if stored.unit.num_shards == 1:
+            return parameter.grad
+        flat = torch.zeros(stored.unit.size, dtype=parameter.dtype, device=self._world.device)
+        if parameter.grad is not None:
+            stored.piece_of(slot, stored.shard_of(flat)).copy_(parameter.grad)
+        present = torch.tensor([float(parameter.grad is not None)], device=self._world.device)
+        stored.gathering.all_reduce(present, f"word of the gradient of {path}").wait()
+        stored.gathering.gather(flat, f"the gradient of {path}").wait()
+        return flat[slot.start : slot.stop].view(slot.shape) if present.item() else None
+
+    def load(self, path: str, whole: torch.Tensor) -> None:
+        """Set a weight, of which ``whole`` is all that this rank's stage uses."""
+        number, place = self._places[path]
+        stored = self.units[number]
+        slot = stored.unit.slots[place]
+        if stored.unit.is_cut:
+            stored.piece_of(slot, stored.stored).copy_(stored.cut(slot, whole))
+        else:
+            stored.stored[slot.start : slot.stop].view(slot.shape).copy_(whole)
+        self.clear()
+
+
+def refuse_sparse(model: nn.Module, plan: Plan) -> None:
+    """Refuse embeddings with sparse gradients in units, whose gradients are flat memory.
+
+    Raises:
+        StrategyError: names one.
+    """
+    in_units = shared_out(plan)
+    weights = {id(module.weight): name for name, module in model.named_modules() if getattr(module, "sparse", False)}
+    found = [path for path, parameter in model.named_parameters() if path in in_units and id(parameter) in weights]
+    if found and not plan.sparse_as_dense:
+        level = f"zero.level {plan.zero!r}" if plan.zero else "offload.level"
+        raise StrategyError(
+            f"{found[0]} has sparse gradients, and {level} stores it and its gradient in flat memory. Set "
+            "communication.sparse_as_dense, build the embedding without sparse=True, or leave that level out."
+        )
+
+
+def _talks(world: World, plan: Plan) -> _Talks:
+    """For each set of ranks that hold the same; all ranks of the world make all groups, in the same order."""
+    if not plan.zero and all(entry.home == "device" for entry in plan.parameters):
+        return {}
+    sets = {
+        ranks
+        for entry in plan.parameters
+        if entry.kind == "parameter" and entry.stages
+        for ranks in plan.holders(entry)
+    }
+    found: _Talks = {}
+    for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
+        groups = [world.group(ranks, purpose) for purpose in ("weights", "gradients of units")]
+        if world.rank in ranks:
+            found[ranks] = (ShardTalk(world, groups[0]), ShardTalk(world, groups[1]))
+    return found
