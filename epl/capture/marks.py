@@ -4,7 +4,8 @@ Four things are marked on the operators of the graph:
 
 - **call scopes**: ``with epl.replicate(...)`` inside forward;
 - **recompute segments**: what ran inside ``torch.utils.checkpoint.checkpoint``, which export dissolves without a word;
-- **grad mode and autocast**: export has them as nested graphs, and loses ``no_grad`` inside ``autocast`` (torch 2.13);
+- **grad mode and autocast**: export has them as nested graphs, and loses ``no_grad`` inside ``autocast`` (torch 2.13). A
+  region in which the user turns autocast off is marked even where it is off around: EPL's own mixed precision leaves it;
 - **custom autograd functions**: export would keep their forward and lose their backward (``functions.py``).
 
 Marks travel as ``torch.fx.traceback.annotate`` puts them: in ``node.meta["custom"]``. Each call of torch's is annotated by
@@ -13,9 +14,11 @@ itself, since others annotate, too, and forget on leaving what was opened inside
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 from epl.capture.attributes import Changes, autocast_settings
-from epl.capture.checkpoints import checkpoints_plain
+from epl.capture.checkpoints import checkpoints_plain, replaced
 from epl.capture.functions import FunctionCalls
 from epl.errors import CaptureError
 from epl.scopes import Strategy, tracing
@@ -64,17 +67,18 @@ class Marks:
         self.functions.restart()
         self._now: dict[str, str] = {}
         self._autocast_around = autocast_settings()
+        self._autocasts: Counter[str] = Counter()  # regions that are open, by kind of device
 
     def now(self) -> dict[str, str]:
         """What an operator that runs now is marked with."""
         marks = dict(self._now)
         if not torch.is_grad_enabled():
             marks[GRAD] = "off"
-        # what is off everywhere needs no word; what is off here and on around forward does
+        # what is off everywhere needs no word; what is off here and on around forward does, and what forward turns off
         words = [
             f"{device}:{dtype}"
             for device, dtype in autocast_settings().items()
-            if dtype or self._autocast_around.get(device)
+            if dtype or self._autocast_around.get(device) or self._autocasts[device] > 0
         ]
         return {**marks, AUTOCAST: ",".join(words)} if words else marks
 
@@ -94,6 +98,27 @@ class Marks:
         if strategy not in self.strategies:
             self.strategies.append(strategy)
         return str(self.strategies.index(strategy))
+
+    # -- autocast -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def autocasts(self) -> Iterator[None]:
+        """While this is open, each ``torch.autocast`` is counted, in whatever form it is used: all enter and exit so."""
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+        @wraps(enter)
+        def entered(region: torch.autocast) -> Any:
+            result = enter(region)
+            self._autocasts[region.device] += 1
+            return result
+
+        @wraps(leave)
+        def left(region: torch.autocast, *error: Any) -> Any:
+            self._autocasts[region.device] -= 1
+            return leave(region, *error)
+
+        with replaced(torch.autocast, "__enter__", entered), replaced(torch.autocast, "__exit__", left):
+            yield
 
     # -- recompute segments -------------------------------------------------------------------------------------
 
@@ -137,6 +162,7 @@ def marking(marks: Marks) -> Iterator[None]:
         stack.enter_context(tracing(marks))
         stack.enter_context(checkpoints_plain(marks.segment))
         stack.enter_context(marks.functions.kept())
+        stack.enter_context(marks.autocasts())
         yield
 
 

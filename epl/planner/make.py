@@ -285,8 +285,8 @@ def _sharing_notes(config: Config, stages: tuple[StagePlan, ...]) -> list[str]:
     num_sharers = len(stages[0].ranks) * (max(stage.device_count for stage in stages))
     if num_sharers == 1:
         return [f"zero.level {level!r} has nothing to share out: each weight is on one rank only"]
-    times = {"v0": "once a step", "v1": f"{count} times a step", "v2": f"{count} times a step"}[level]
-    more = f", and weights are gathered twice in each of {count} micro-batches" if level == "v2" else ""
+    times = "once a step" if level == "v0" or count == 1 else f"{count} times a step, which v0 does once"
+    more = f", and weights are gathered {2 * count} times" if level == "v2" else ""
     return [f"zero.level {level!r}: gradients are summed {times}{more}"]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 from epl.planner.plan import EdgePlan, ParameterPlan, Plan, SplitPlan, StagePlan
+from epl.planner.units import units_of
 from epl.sharding.placements import Shard, parse_placement
 from epl.units import size_text
 
 __all__ = ["plan_table"]
 
+_PLACES = {"host": "in host memory", "disk": "in files"}
 _MOST_KEPT = 16  # lines about cut weights; plan.parameters has all
 
 
@@ -25,7 +27,7 @@ def plan_table(plan: Plan) -> str:
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     lines += [f"  {line}" for split in plan.splits for line in _split(plan, split)]
-    lines += [f"  {line}" for line in (*_tied(plan), *plan.notes)]
+    lines += [f"  {line}" for line in (*_stored(plan), *_tied(plan), *plan.notes)]
     return "\n".join(lines)
 
 
@@ -34,6 +36,7 @@ def _head(plan: Plan) -> str:
     counted = [(plan.num_replicas, "replica"), (plan.num_stages, "stage")]
     parts = [" of ".join(f"{count} {noun}{'s' if count > 1 else ''}" for count, noun in counted)]
     parts += [micro, f"schedule {plan.schedule}"]
+    parts += [f"ZeRO {plan.zero}"] * bool(plan.zero) + [plan.precision] * bool(plan.precision)
     if plan.num_stages > 1:
         parts.append(f"bubble {plan.bubble:.0%}")
     return f"EPL plan for {plan.world_size} rank{'s' if plan.world_size > 1 else ''}: " + ", ".join(parts)
@@ -42,7 +45,13 @@ def _head(plan: Plan) -> str:
 def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
     held = [entry for entry in plan.parameters if stage.index in entry.stages and entry.kind == "parameter"]
     count = sum(_count(entry.shape) for entry in held)
-    size = sum(_count(entry.shape) * _itemsize(entry.dtype) / _parts(stage, entry) for entry in held)
+    units = units_of(plan, stage.ranks[0][0])
+    in_units = {slot.path for unit in units for slot in unit.slots}
+    size = sum(unit.stored_bytes for unit in units if unit.home == "device") + sum(
+        _count(entry.shape) * _itemsize(entry.dtype) / _parts(stage, entry)
+        for entry in held
+        if entry.path not in in_units
+    )
     ranks = " ".join("{" + ",".join(map(str, replica)) + "}" for replica in stage.ranks)
     in_flight = plan.peak_in_flight[stage.index] if plan.peak_in_flight else 0
     kind = f"{stage.kind}({stage.device_count})"
@@ -55,6 +64,26 @@ def _row(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
         str(in_flight),
         _receives(plan, stage),
     )
+
+
+def _stored(plan: Plan) -> list[str]:
+    """What of the weights ranks share out or store elsewhere, stage by stage."""
+    lines: list[str] = []
+    for stage in plan.stages:
+        for home in ("device", "host", "disk"):
+            units = [unit for unit in units_of(plan, stage.ranks[0][0]) if unit.home == home]
+            if not units:
+                continue
+            whole, stored = (sum(getattr(unit, name) for unit in units) for name in ("size_bytes", "stored_bytes"))
+            stepped = sum(unit.shard_bytes for unit in units if unit.is_trained)
+            place = "" if home == "device" else f" {_PLACES[home]}"
+            lines.append(
+                f"stage {stage.index}: of {size_text(whole)} of weights each rank stores {size_text(stored)}{place} and "
+                f"steps {size_text(stepped)}"
+                + (", brought for each use" if any(unit.is_lent for unit in units) else "")
+            )
+    away = {entry.states_home for entry in plan.parameters} - {"device"}
+    return lines + [f"optimizer states are stored {_PLACES[home]}" for home in sorted(away)]
 
 
 def _parts(stage: StagePlan, entry: ParameterPlan) -> int:

@@ -35,6 +35,9 @@ class Scaling:
         self._last_overflows = False  # a gradient of the last backward was infinite
         self._overflows = False  # one since the last step was
         self._is_pending = False  # there are gradients that no step has used
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._skipping: set[Optimizer] = set()  # those with such gradients; they may step in turn
+        self._skipped: set[Optimizer] = set()  # those of them that have skipped since the last backward
 
     @staticmethod
     def of(world: World, config: Config) -> Scaling:
@@ -72,9 +75,14 @@ class Scaling:
             self._overflows = False
         self._is_pending = True
         self._overflows |= self._last_overflows
+        self._skipping -= self._skipped
+        self._skipped.clear()
+        if self._last_overflows:
+            self._skipping.update(self._optimizers)
 
     def skip_overflows(self, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         """From here on ``step()`` does nothing after an overflow, and the scale adapts; gives a function that undoes it."""
+        self._optimizers = tuple(optimizers)
         undo = [self._wrap(optimizer) for optimizer in optimizers] if self.scale is not None else []
 
         def undo_all() -> None:
@@ -89,7 +97,10 @@ class Scaling:
         @wraps(plain)  # with the mark of a scheduler, which looks for it
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._settle()
-            return None if self._overflows else plain(*args, **kwargs)
+            if optimizer in self._skipping:
+                self._skipped.add(optimizer)
+                return None
+            return plain(*args, **kwargs)
 
         mine = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

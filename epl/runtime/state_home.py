@@ -19,13 +19,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from epl.runtime.disk import DiskSpace
+from epl.runtime.lane import Lane
 
 __all__ = ["DiskHome", "HostHome", "StateHome", "homeless_states"]
 
@@ -165,7 +166,7 @@ class HostHome(StateHome):
         self.level = level
         self.weights = None if weights is None else frozenset(weights)
         self._device = device
-        self._lane = _Lane(device)
+        self._lane = Lane(device)
         self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self._coming = _Fetched()
 
@@ -178,7 +179,7 @@ class HostHome(StateHome):
     ) -> Iterator[None]:
         here = self._coming if self._coming.guests else self._fetch(optimizer, group)
         self._coming = _Fetched()
-        self._lane.arrive(here)
+        self._lane.arrive(here.arrival, [guest.on_device for guest in here.guests])
         for guest in here.guests:
             guest.state[guest.key] = guest.on_device
         try:
@@ -227,39 +228,3 @@ class HostHome(StateHome):
     def _copy_of(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         pinned = device.type == "cpu" and self._device.type != "cpu"
         return torch.empty_like(value, device=device, pin_memory=pinned).copy_(value, non_blocking=True)
-
-
-class _Lane:
-    """A stream for copies; on the CPU, where work is done at once, nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Inside, copies are given to the stream."""
-        return nullcontext() if self._stream is None else self._stream
-
-    def mark(self) -> torch.Event | None:
-        """The event that all copies given to the stream so far are over."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def arrive(self, fetched: _Fetched) -> None:
-        """The device goes on only when these are there; it does not wait for what is on its way home."""
-        if fetched.arrival is not None:
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_event(fetched.arrival)
-            for guest in fetched.guests:
-                guest.on_device.record_stream(current)  # an optimizer may drop a state before its kernels have run
-
-    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The stream goes on only when the device has made these."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-            for tensor in tensors:
-                if tensor.device.type != "cpu":
-                    tensor.record_stream(self._stream)
-
-    def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from shutil import disk_usage
 from tempfile import gettempdir
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from epl.config import Config
-from epl.errors import ConfigError
+from epl.errors import ConfigError, RunError
 from epl.planner.plan import Plan
+from epl.planner.units import units_of
+from epl.program.holdings import stepped_bytes
 from epl.runtime.agree import all_succeed
 from epl.runtime.disk import DiskSpace
 from epl.runtime.optimizers import fit_optimizers
@@ -20,7 +23,7 @@ from epl.runtime.state import release
 from epl.runtime.state_home import DiskHome, HostHome, StateHome
 from epl.runtime.weights import Weights, refuse_sparse
 from epl.runtime.world import World
-from epl.units import size_bytes_of
+from epl.units import size_bytes_of, size_text
 
 __all__ = ["Stored", "store"]
 
@@ -60,8 +63,7 @@ def store(
                 f"offload.level is {config.offload.level!r}, which moves weights or states to host memory, and this rank "
                 "computes on the CPU, whose memory that is. Use 'disk', or leave it out."
             )
-        limit = size_bytes_of(config.offload.size_limit) or None
-        space = DiskSpace(config.offload.path or gettempdir(), limit) if "disk" in homes else None
+        space = _space(world, plan, config) if "disk" in homes else None
         return Weights(world, plan, model, space), space
 
     weights, space = all_succeed(world, make_weights)
@@ -76,6 +78,24 @@ def store(
         weights.close()
 
     return Stored(weights, home, undo_all)
+
+
+def _space(world: World, plan: Plan, config: Config) -> DiskSpace:
+    """Where the files are; states are made at the first step, and a disk that is too small should be known before."""
+    folder, limit = config.offload.path or gettempdir(), size_bytes_of(config.offload.size_limit) or None
+    space = DiskSpace(folder, limit)
+    homes = {entry.path: entry.states_home for entry in plan.parameters}
+    stepped = sum(size for path, size in stepped_bytes(plan, world.rank).items() if homes[path] == "disk")
+    weights = sum(unit.stored_bytes for unit in units_of(plan, world.rank) if unit.home == "disk")
+    needed, free = weights + int(plan.state_factor * stepped), disk_usage(folder).free
+    if needed > (limit or free):
+        what = f"offload.size_limit is {size_text(limit)}" if limit else f"{folder!r} has {size_text(free)} free"
+        raise RunError(
+            f"{what}, and the weights and optimizer states of rank {world.rank} take about {size_text(needed)} there. "
+            "Allow more, set offload.path to a folder on a larger disk, share them out (zero.level), or offload fewer "
+            "weights (offload.parameters)"
+        )
+    return space
 
 
 def _home(world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> StateHome | None:

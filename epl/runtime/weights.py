@@ -22,6 +22,7 @@ from epl.planner.plan import Plan
 from epl.planner.units import Slot, Unit, shared_out, units_of
 from epl.program.unit_memory import looks_ahead
 from epl.runtime.disk import DiskSpace
+from epl.runtime.lane import Lane
 from epl.runtime.shards import Exchange, ShardTalk
 from epl.runtime.world import World
 from epl.stage.leases import UnitCache
@@ -37,9 +38,13 @@ class _Arriving:
     """As of :class:`epl.stage.leases.Coming`."""
 
     whole: torch.Tensor
-    exchange: Exchange | None
+    lane: Lane
+    arrival: torch.Event | None
+    exchange: Exchange | None = None
 
     def get(self) -> torch.Tensor:
+        self.lane.arrive(self.arrival, [self.whole])
+        self.arrival = None
         if self.exchange is not None:
             self.exchange.wait()
             self.exchange = None
@@ -58,6 +63,8 @@ class StoredUnit:
         stored: The flat memory of the weights: of all shards, or of this rank's own.
         parameters: The model's, by slot.
         leaves: What the stage is given, by slot.
+        lane: Where copies between host and device run.
+        space: The files in which it is stored, if it is.
     """
 
     unit: Unit
@@ -67,6 +74,8 @@ class StoredUnit:
     stored: torch.Tensor
     parameters: tuple[nn.Parameter, ...]
     leaves: tuple[torch.Tensor, ...]
+    lane: Lane
+    space: DiskSpace | None
 
     @property
     def name(self) -> str:
@@ -102,8 +111,16 @@ class StoredUnit:
         unit = self.unit
         whole = torch.empty(unit.size, dtype=self.stored.dtype, device=device)
         into = self.shard_of(whole) if unit.is_cut else whole
-        into.copy_(self.stored, non_blocking=True)
-        return _Arriving(whole, self.gathering.gather(whole, f"the weights of {self.name}") if unit.is_cut else None)
+        self.lane.follow([whole])
+        with self.lane.running():
+            into.copy_(self.stored, non_blocking=True)
+        arriving = _Arriving(whole, self.lane, self.lane.mark())
+        if self.space is not None:
+            self.space.give_back_pages(self.stored)
+        if unit.is_cut:
+            self.lane.arrive(arriving.arrival, [whole])
+            arriving.exchange = self.gathering.gather(whole, f"the weights of {self.name}")
+        return arriving
 
 
 class Weights:
@@ -117,7 +134,7 @@ class Weights:
     """
 
     def __init__(self, world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> None:
-        self._world, self._space = world, space
+        self._world, self._space, self._lane = world, space, Lane(world.device)
         self.num_updates = 0
         self._is_stale = False
         self._caches: list[UnitCache] = []
@@ -146,7 +163,17 @@ class Weights:
         gathering, summing = talks[unit.ranks]
         size = unit.shard_size if unit.is_cut else unit.size
         memory = self._memory(unit, size, own[0])
-        stored = StoredUnit(unit, unit.place_of(self._world.rank), gathering, summing, memory, own, ())
+        stored = StoredUnit(
+            unit,
+            unit.place_of(self._world.rank),
+            gathering,
+            summing,
+            memory,
+            own,
+            (),
+            self._lane,
+            self._space if unit.home == "disk" else None,
+        )
         leaves: list[torch.Tensor] = []
         for slot, parameter in zip(unit.slots, own, strict=True):
             gradient = None if parameter.grad is None else stored.cut(slot, parameter.grad)
