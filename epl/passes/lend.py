@@ -3,6 +3,8 @@
 This is ZeRO's third stage (``zero.level`` v2), weights in host memory or files (``offload.level``), and the half of
 memory-efficient AMP that the graph alone cannot say: that no cast is kept for backward (:mod:`epl.stage.leases`).
 
+Weights that each rank keeps whole, and whose updates other ranks send (v0, v1), are waited for at their first use.
+
 It comes after recompute, so that a segment brings its weights itself when it runs again, instead of keeping them.
 """
 
@@ -45,17 +47,23 @@ def lend(stage: Stage, plan: Plan) -> Stage:
     parameters = {leaf.name: leaf for leaf in stage.graph.parameters}
     stored = {name: away[leaf.path] for name, leaf in parameters.items() if leaf.path in away}
     casts = _casts(stage.graph, parameters) if plan.precision else {}
-    if not stored and not casts:
+    coming = {
+        leaf.name: number
+        for number, unit in enumerate(units)
+        for leaf in stage.graph.parameters
+        if unit.num_shards > 1 and not unit.is_lent and leaf.path in {slot.path for slot in unit.slots}
+    }
+    if not stored and not casts and not coming:
         return stage
     _refuse_writes(stage.graph, stored, parameters)
-    writer = _Writer(stage.graph, stored, casts)
+    writer = _Writer(stage.graph, stored, casts, coming)
     ops: list[Op] = []
     for op in stage.graph.ops:
         if op.name not in casts:
             ops += writer.with_leases(op)
     outputs = writer.outputs(ops)
     graph = replace(stage.graph, ops=tuple(ops), outputs=outputs)
-    return replace(stage, graph=graph, leases=writer.leases, runs=tuple(writer.runs))
+    return replace(stage, graph=graph, leases=writer.leases, runs=tuple(writer.runs), arrivals=writer.arrivals)
 
 
 def _casts(graph: Graph, parameters: Mapping[str, Parameter]) -> dict[str, _Cast]:
@@ -84,20 +92,40 @@ def _refuse_writes(graph: Graph, stored: Mapping[str, object], parameters: Mappi
 class _Writer:
     """Writes leases, and remembers which units are used in which order."""
 
-    def __init__(self, graph: Graph, stored: Mapping[str, tuple[int, Slot]], casts: Mapping[str, _Cast]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stored: Mapping[str, tuple[int, Slot]],
+        casts: Mapping[str, _Cast],
+        coming: Mapping[str, int],
+    ) -> None:
         self.graph, self.stored, self.casts = graph, stored, casts
+        self.coming = coming
         self.leases: dict[str, Lease] = {}
         self.runs: list[int] = []
+        self.arrivals: dict[str, int] = {}
 
     def with_leases(self, op: Op) -> list[Op]:
         """The operator, after leases of what it reads."""
         names: dict[str, str] = {}
         found: list[Op] = []
         for name in dict.fromkeys(op.reads):
+            weight = self.casts[name].name if name in self.casts else name
+            if weight in self.coming and f"arrive.{self.coming[weight]}" not in self.arrivals:
+                found.append(self._arrival(weight, op))
+                names[weight] = found[-1].name
             if name in self.casts or name in self.stored:
-                found.append(self._lease(name, op))
+                found.append(renamed(self._lease(name, op), names))
                 names[name] = found[-1].name
         return [*found, renamed(op, names)]
+
+    def _arrival(self, weight: str, reader: Op) -> Op:
+        """Gives the weight itself, once its unit is up to date."""
+        unit = self.coming[weight]
+        target = f"arrive.{unit}"
+        self.arrivals[target] = unit
+        made = Op(f"{weight}_arrived", self.graph.type_of(weight), target, (Ref(weight),), views=(weight,))
+        return _placed(made, reader)
 
     def _lease(self, name: str, reader: Op) -> Op:
         cast = self.casts.get(name)
@@ -114,18 +142,7 @@ class _Writer:
             lease = Lease(-1, 0, kind.sizes, dtype)
         target = f"lease.{number}"
         self.leases[target] = lease
-        return Op(
-            f"{weight}_lent_{number}",
-            kind,
-            target,
-            (Ref(weight),),
-            task=reader.task,
-            segment=reader.segment,
-            grad=reader.grad,
-            autocast=reader.autocast,
-            source=reader.source,
-            module=reader.module,
-        )
+        return _placed(Op(f"{weight}_lent_{number}", kind, target, (Ref(weight),)), reader)
 
     def outputs(self, ops: list[Op]) -> tuple[Output, ...]:
         """The results; of a weight that is one, a lease is added."""
@@ -139,3 +156,16 @@ class _Writer:
             return Ref(names.get(name, name))
 
         return tuple(replace(output, value=map_refs(output.value, rename)) for output in self.graph.outputs)
+
+
+def _placed(op: Op, reader: Op) -> Op:
+    """The operator where its reader is: the same task, segment and modes."""
+    return replace(
+        op,
+        task=reader.task,
+        segment=reader.segment,
+        grad=reader.grad,
+        autocast=reader.autocast,
+        source=reader.source,
+        module=reader.module,
+    )

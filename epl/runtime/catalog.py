@@ -194,6 +194,9 @@ class Catalog:
         functions: dict[str, Callable[..., Any]] = dict(variant.captured.functions)
         functions |= {target: function.bind(collectives) for target, function in lowered.functions.items()}
         stage, leases = lowered.stage, None
+        if stage.arrivals:
+            assert self.weights is not None
+            functions |= {target: self.weights.arrival(unit) for target, unit in stage.arrivals.items()}
         if stage.leases:
             assert self.weights is not None
             leases = Leases(lambda: self.segments.is_again)

@@ -16,18 +16,17 @@ import torch.nn as nn
 
 from epl.errors import RunError
 from epl.planner.plan import Plan
-from epl.planner.units import units_of
-from epl.runtime.world import World
+from epl.runtime.weights import Weights
 
 __all__ = ["clip_grad_norm", "global_norm"]
 
 
-def global_norm(world: World, model: nn.Module, plan: Plan, norm_type: float) -> torch.Tensor:
+def global_norm(weights: Weights, model: nn.Module, plan: Plan, norm_type: float) -> torch.Tensor:
     """The norm of all gradients; a tied parameter counts once, and so does one that several replicas hold."""
-    parameters = dict(model.named_parameters())
+    world, parameters = weights.world, dict(model.named_parameters())
     pieces = plan.world_size if plan.zero else max(stage.device_count for stage in plan.stages)
     norms = torch.zeros(2, len(parameters), pieces, dtype=torch.float64)  # of each part, and 1 where there is one
-    for place, piece, gradient in _counted(parameters, plan, world.rank):
+    for place, piece, gradient in _counted(parameters, plan, weights):
         norms[:, place, piece] = torch.stack([_norm_of(gradient, norm_type).double().cpu(), torch.ones(())])
     world.sum_numbers(norms)
     is_cut = pieces > 1 and bool(parameters)
@@ -42,13 +41,16 @@ def _joined(norms: torch.Tensor, there: torch.Tensor, norm_type: float) -> torch
     return parts.sum() if len(parts) < 2 else torch.linalg.vector_norm(parts, norm_type)
 
 
-def _counted(parameters: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _counted(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, weights: Weights
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(place of the parameter, part of it, gradient) of what counts on this rank.
 
     That is what it is an owner of, and of what is shared out its piece of what an owner has.
     """
-    entries = {entry.path: entry for entry in plan.parameters}
-    sharers = {slot.path: unit for unit in units_of(plan, rank) if unit.num_shards > 1 for slot in unit.slots}
+    rank, entries = weights.world.rank, {entry.path: entry for entry in plan.parameters}
+    units = (stored.unit for stored in weights.units)
+    sharers = {slot.path: unit for unit in units if unit.num_shards > 1 for slot in unit.slots}
     for place, (path, parameter) in enumerate(parameters.items()):
         owners, unit = plan.owners(entries[path]), sharers.get(path)
         mine = [number for number, owner in enumerate(owners) if owner == rank or (unit and owner in unit.ranks)]
@@ -68,7 +70,7 @@ def _common_dtype(model: nn.Module) -> torch.dtype:
 
 
 def clip_grad_norm(
-    world: World,
+    weights: Weights,
     model: nn.Module,
     plan: Plan,
     max_norm: float,
@@ -83,7 +85,7 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise RunError(f"clip_grad_norm_(max_norm={max_norm!r}): max_norm must be a positive number")
-    norm = global_norm(world, model, plan, norm_type)
+    norm = global_norm(weights, model, plan, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RunError(f"the total norm of the gradients is {norm.item()}; it cannot be clipped")
     # the same formula as torch.nn.utils.clip_grad_norm_

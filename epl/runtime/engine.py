@@ -257,7 +257,7 @@ class Engine:
         Each parameter counts once, whether it is tied, replicated or cut over stages.
         """
         return clip_grad_norm(
-            self._world, self._model, self.plan, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            self._prepared.weights, self._model, self.plan, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def optimizer_step(self) -> None:

@@ -160,6 +160,8 @@ class Runner:
         parts, everyone = self._begin(kind, batch)
         num_samples, before = self._samples(everyone)
         self.weights.refresh()
+        if len({numbers.graphs for numbers in everyone}) > 1:
+            self.weights.gather_all()
         if self._find_trainable() != self._trainable:
             self.close()
             self._reduce(self._find_trainable())

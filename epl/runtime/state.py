@@ -163,7 +163,8 @@ def whole_shapes(model: nn.Module, plan: Plan, rank: int, weights: Weights) -> I
         tensor.grad = None  # a gradient has the shape of its tensor
         tensor.data = _untouched(tensor, entry.shape)
     try:
-        yield
+        with weights.reading():  # a capture looks up names
+            yield
     finally:
         for tensor, data, gradient in saved:
             tensor.data = data
@@ -283,7 +284,8 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, weights: Weights, state:
     """
     tensors, first = tensors_by_path(model), first_names(model)
     entries = {entry.path: entry for entry in plan.parameters}
-    wanted = set(model.state_dict())
+    with weights.reading():
+        wanted = set(model.state_dict())
     faults = [f"{name} is missing" for name in sorted(wanted - set(state))]
     faults += [f"{name} is not in the model" for name in sorted(set(state) - wanted)]
     faults += [

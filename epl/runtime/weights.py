@@ -8,7 +8,7 @@ tells shape and type, and takes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from epl.errors import RunError, StrategyError
+from epl.lines import warn
 from epl.planner.plan import Plan
 from epl.planner.units import Slot, Unit, shared_out, units_of
 from epl.program.unit_memory import looks_ahead
@@ -134,12 +135,14 @@ class Weights:
     """
 
     def __init__(self, world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> None:
-        self._world, self._space, self._lane = world, space, Lane(world.device)
+        self.world, self._space, self._lane = world, space, Lane(world.device)
         self.num_updates = 0
         self._is_stale = False
         self._caches: list[UnitCache] = []
         self._handles: list[Any] = []
-        self._may_list = False
+        self._may_list = self._has_warned = False
+        self._coming: dict[int, Exchange] = {}  # updates on their way
+        self._whole: dict[int, _Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
         talks = _talks(world, plan)
         parameters = dict(model.named_parameters())
@@ -165,7 +168,7 @@ class Weights:
         memory = self._memory(unit, size, own[0])
         stored = StoredUnit(
             unit,
-            unit.place_of(self._world.rank),
+            unit.place_of(self.world.rank),
             gathering,
             summing,
             memory,
@@ -185,7 +188,7 @@ class Weights:
                 whole = memory[slot.start : slot.stop].view(slot.shape)
                 whole.copy_(parameter)
                 leaf = parameter.new_empty(()).expand(slot.shape) if unit.is_lent else whole
-            leaves.append(leaf.detach().to(self._world.device).requires_grad_(parameter.requires_grad))
+            leaves.append(leaf.detach().to(self.world.device).requires_grad_(parameter.requires_grad))
             parameter.grad = None
             parameter.data = piece
             parameter.grad = gradient
@@ -199,8 +202,8 @@ class Weights:
             assert self._space is not None
             return self._space.tensor((size,), like.dtype)
         if unit.home == "host":
-            return torch.zeros(size, dtype=like.dtype, pin_memory=self._world.device.type != "cpu")
-        return torch.zeros(size, dtype=like.dtype, device=self._world.device)
+            return torch.zeros(size, dtype=like.dtype, pin_memory=self.world.device.type != "cpu")
+        return torch.zeros(size, dtype=like.dtype, device=self.world.device)
 
     def __contains__(self, path: str) -> bool:
         return path in self._places
@@ -236,13 +239,33 @@ class Weights:
     def lender(self, runs: Sequence[int]) -> UnitCache:
         """Brings the units of a stage's runs."""
         units = [stored.unit for stored in self.units]
-        ahead = looks_ahead(units, on_accelerator=self._world.device.type != "cpu")
-        cache = UnitCache(runs, lambda unit: self.units[unit].start(self._world.device), ahead=ahead)
+        ahead = looks_ahead(units, on_accelerator=self.world.device.type != "cpu")
+
+        def start(unit: int) -> _Arriving:
+            self._wait(unit)
+            return self._whole.get(unit) or self.units[unit].start(self.world.device)
+
+        cache = UnitCache(runs, start, ahead=ahead)
         self._caches.append(cache)
         return cache
 
+    def gather_all(self) -> None:
+        """Bring all weights of other ranks until `clear`: for steps in which ranks do not use them in the same order."""
+        cut = [number for number, stored in enumerate(self.units) if stored.unit.is_cut]
+        self._whole = {number: self.units[number].start(self.world.device) for number in cut}
+        for arriving in self._whole.values():
+            arriving.get()
+        if cut and not self._has_warned and self.world.rank == 0:
+            self._has_warned = True
+            warn(
+                "in this step replicas have unequal numbers of micro-batches, or different graphs; with zero.level 'v2' "
+                "each rank then holds all weights for the length of the step. Batches that divide evenly avoid it."
+            )
+
     def clear(self) -> None:
         """Let go of lent units."""
+        self._whole = {}
+        self.settle()
         for cache in self._caches:
             cache.clear()
         if self._space is not None:
@@ -261,21 +284,37 @@ class Weights:
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
 
     def refresh(self) -> None:
-        """Gather what the other ranks have updated; all ranks call it together."""
+        """Start to gather what the other ranks have updated; all ranks call it together."""
         if not self._is_stale:
             return
         self._is_stale = False
         self.clear()
-        exchanges = [
-            stored.gathering.gather(stored.stored, f"the updated weights of {stored.name}")
-            for stored in self.units
-            if stored.unit.num_shards > 1 and not stored.unit.is_cut
-        ]
-        for exchange in exchanges:
-            exchange.wait()
+        for number, stored in reversed(list(enumerate(self.units))):  # the first weights first
+            if stored.unit.num_shards > 1 and not stored.unit.is_cut:
+                what = f"the updated weights of {stored.name}"
+                self._coming[number] = stored.gathering.gather(stored.stored, what)
+
+    def arrival(self, unit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that gives a weight of the unit once that is up to date."""
+
+        def arrive(weight: torch.Tensor) -> torch.Tensor:
+            self._wait(unit)
+            return weight
+
+        return arrive
+
+    def _wait(self, unit: int) -> None:
+        if unit in self._coming:
+            self._coming.pop(unit).wait()
+
+    def settle(self) -> None:
+        """Wait for all that is being gathered."""
+        for unit in list(self._coming):
+            self._wait(unit)
 
     def close(self) -> None:
         """Take the hooks off the optimizers."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -290,7 +329,8 @@ class Weights:
         number, place = self._places[path]
         stored = self.units[number]
         if self._read is None or self._read[0] != number:
-            self._read = (number, stored.start(self._world.device).get() if stored.unit.is_cut else stored.stored)
+            self._wait(number)
+            self._read = (number, stored.start(self.world.device).get() if stored.unit.is_cut else stored.stored)
         slot = stored.unit.slots[place]
         return self._read[1][slot.start : slot.stop].view(slot.shape)
 
@@ -321,16 +361,17 @@ class Weights:
         slot, parameter = stored.unit.slots[place], stored.parameters[place]
         if stored.unit.num_shards == 1:
             return parameter.grad
-        flat = torch.zeros(stored.unit.size, dtype=parameter.dtype, device=self._world.device)
+        flat = torch.zeros(stored.unit.size, dtype=parameter.dtype, device=self.world.device)
         if parameter.grad is not None:
             stored.piece_of(slot, stored.shard_of(flat)).copy_(parameter.grad)
-        present = torch.tensor([float(parameter.grad is not None)], device=self._world.device)
+        present = torch.tensor([float(parameter.grad is not None)], device=self.world.device)
         stored.gathering.all_reduce(present, f"word of the gradient of {path}").wait()
         stored.gathering.gather(flat, f"the gradient of {path}").wait()
         return flat[slot.start : slot.stop].view(slot.shape) if present.item() else None
 
     def load(self, path: str, whole: torch.Tensor) -> None:
         """Set a weight, of which ``whole`` is all that this rank's stage uses."""
+        self.settle()
         number, place = self._places[path]
         stored = self.units[number]
         slot = stored.unit.slots[place]

@@ -198,7 +198,8 @@ class _Run:
         segments = Segments()
         leases = Leases(lambda: segments.is_again)
         lent = leases.bind(self.stage.leases, self.lender)
-        function = code.compile({**functions, **without, **lent}, segments, leases if lent else None)
+        there = dict.fromkeys(self.stage.arrivals, lambda weight: weight)
+        function = code.compile({**functions, **without, **lent, **there}, segments, leases if lent else None)
         held = [self._argument(name) for name in code.arguments]
         roles = [output.role for output in self.stage.graph.outputs if isinstance(output.value, Ref)]
         with self.fakes.mode, self.ledger:

@@ -39,6 +39,7 @@ class Stage:
         notes: What passes have to say, a line each.
         leases: What operators with targets ``lease.*`` bring.
         runs: The units of weights that leases bring, in the order of forward (:mod:`epl.planner.units`).
+        arrivals: The units that operators with targets ``arrive.*`` wait for.
     """
 
     graph: Graph
@@ -50,6 +51,7 @@ class Stage:
     notes: tuple[str, ...] = ()
     leases: Mapping[str, Lease] = field(default_factory=dict)
     runs: tuple[int, ...] = ()
+    arrivals: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
