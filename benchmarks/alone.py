@@ -10,10 +10,11 @@ import ctypes
 import gc
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Growth:
         torch.export.export(nn.Linear(1, 1), (torch.ones(1, 1),))  # so that nobody's capture imports it later
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        self._before_bytes = psutil.Process().memory_info().rss
+        self.before_mib = psutil.Process().memory_info().rss / MIB
         self.reset()
 
     @staticmethod
@@ -45,7 +46,7 @@ class Growth:
         """The highest since then."""
         lines = Path("/proc/self/status").read_text().splitlines()
         peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-        return (peak_kib * 1024 - self._before_bytes) / MIB
+        return peak_kib / 1024 - self.before_mib
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -63,8 +64,13 @@ def print_result(result: dict[str, Any]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def launch(script: str, arguments: list[str], *, world: int, exact: bool = False, timeout_s: float = 400) -> Any:
-    """Run a script on some ranks and give its JSON line, or a dict with the end of its output under ``error``."""
+def launch(script: str, arguments: list[str], *, world: int, exact: bool = False) -> Any:
+    """Run a script on some ranks and give its last JSON line, or a dict with the end of its output under ``error``."""
+    return list(results(script, arguments, world=world, exact=exact))[-1]
+
+
+def results(script: str, arguments: list[str], *, world: int, exact: bool = False) -> Iterator[Any]:
+    """The same for each JSON line, as it comes; ``error`` last if the script fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,14 +80,12 @@ def launch(script: str, arguments: list[str], *, world: int, exact: bool = False
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
     if exact:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(128 * 1024)
-    kinds: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **kinds)
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
-        output = process.communicate()[0] + f"\nno result within {timeout_s} s"
-    for line in reversed(output.splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
-    return {"error": output[-3000:]}
+    output: deque[str] = deque(maxlen=40)
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ran:
+        assert ran.stdout is not None
+        for line in ran.stdout:
+            output.append(line)
+            if line.startswith("{"):
+                yield json.loads(line)
+    if ran.returncode:
+        yield {"error": "".join(output)}

@@ -88,24 +88,31 @@ def main() -> None:
     steps |= {name: with_epl(args, settings) for name, settings in EPL.items()}
     make_batch = workloads.build(args.workload, args.scale)[2]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    work: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     for turn in range(args.rounds + 2):
         batch = make_batch(turn, args.batch)
         for name in list(steps)[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             losses[name] = float(steps[name](batch))
             seconds[name].append(time.perf_counter() - start)
+            work[name].append(time.process_time() - busy)
     print(f"{datetime.now():%Y-%m-%d %H:%M}, load {psutil.getloadavg()[0]:.1f}: {vars(args)}\n")
-    print("| contestant | step s | ratio (range) | peak of a step, MiB | loss |\n| --- | --- | --- | --- | --- |")
-    first = seconds[next(iter(steps))][2:]
+    print("| contestant | step s | ratio (range) | of processor time | peak of a step, MiB | loss |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name, step in steps.items():
-        mine = seconds[name][2:]
-        ratios = sorted(a / b for a, b in zip(mine, first, strict=True))
-        text = f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-        print(f"| {name} | {median(mine):.3f} | {text} | {peak_mib(step, batch):.1f} | {losses[name]:.5f} |", flush=True)
+        text = f"{ratio(seconds, name)} | {ratio(work, name)} | {peak_mib(step, batch):.1f}"
+        print(f"| {name} | {median(seconds[name][2:]):.3f} | {text} | {losses[name]:.5f} |", flush=True)
     if args.profile:
         for name, step in steps.items():
             print(f"\n{name}\n{_profile(step, batch)}")
+
+
+def ratio(values: dict[str, list[float]], name: str) -> str:
+    """Median and range, over the rounds but the first two, of a contestant's number by the first one's."""
+    first = next(iter(values.values()))
+    ratios = sorted(a / b for a, b in zip(values[name][2:], first[2:], strict=True))
+    return f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
 def _profile(step: Step, batch: Batch) -> str:

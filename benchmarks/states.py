@@ -3,7 +3,8 @@
     python benchmarks/states.py [--micro 4] [--rounds 8] [--deepspeed]
 
 Time: all contestants live in the same two processes and take turns, step by step; a ratio is the median, over the rounds,
-of a contestant's step by DDP's in the same round. Memory: each contestant in processes of its own, growth of the resident
+of of a contestant's step by DDP's in the same round. Processor time (all threads of rank 0) counts no waiting, for turns on
+a machine that has other work. Memory: each contestant in processes of its own, growth of the resident
 set from after the imports to its peak, the building of the whole model on each rank included.
 """
 
@@ -74,20 +75,23 @@ def take_turns(args: argparse.Namespace) -> None:
     batches = batches_of(args, args.rounds + 2)
     losses: dict[str, float] = {}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    work: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, list[int]] = {name: [] for name in steps}
     for turn, batch in enumerate(batches):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            before, start = sent_bytes(), time.perf_counter()
+            before, start, busy = sent_bytes(), time.perf_counter(), time.process_time()
             losses[name] = float(steps[name](batch))
             dist.barrier()  # what a contestant leaves under way counts, too
             seconds[name].append(time.perf_counter() - start)
+            work[name].append(time.process_time() - busy)
             sent[name].append((sent_bytes() - before) // dist.get_world_size())
     means = [sum(of) / len(of) for of in zip(*alone.of_all_ranks(list(losses.values())), strict=True)]
-    turns = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
+    turns, busy = ({name: of[2:] for name, of in values.items()} for values in (seconds, work))  # two to warm up
     alone.print_result(
         {
             "seconds": turns,
+            "work": busy,
             "sent_mib": {name: median(values[2:]) / alone.MIB for name, values in sent.items()},
             "loss": dict(zip(losses, means, strict=True)),
         }
@@ -130,12 +134,21 @@ def main() -> None:
         return
     flags = [f"--{key}={getattr(args, key)}" for key in ("workload", "scale", "batch", "micro", "rounds")]
     given = [*flags, *(["--deepspeed"] if args.deepspeed else [])]
-    print(f"{datetime.now():%Y-%m-%d %H:%M}, load {psutil.getloadavg()[0]:.1f}: states.py {' '.join(given)}\n", flush=True)
-    timed = alone.launch("states.py", [*flags, "--work=time", "--names", *args.names], world=2, timeout_s=900)
+    print(
+        f"{datetime.now():%Y-%m-%d %H:%M}, load {psutil.getloadavg()[0]:.1f}: states.py {' '.join(given)}\n", flush=True
+    )
+    timed = alone.launch("states.py", [*flags, "--work=time", "--names", *args.names], world=2)
     if "error" in timed:
         sys.exit(timed["error"])
-    print("| contestant | step s | ratio to DDP (range) | MiB sent per step and rank | peak MiB | in a later step | loss |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = (
+        "contestant",
+        "step s",
+        "ratio to DDP (range)",
+        "the same of processor time",
+        "MiB sent per step and rank",
+    )
+    print(f"| {' | '.join((*columns, 'peak MiB', 'in a later step', 'loss'))} |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in args.names:
         print(row(name, flags, timed), flush=True)
 
@@ -143,17 +156,23 @@ def main() -> None:
 def row(name: str, flags: list[str], timed: Any) -> str:
     """A line of the table."""
     found = alone.launch("states.py", [*flags, "--work=memory", "--names", name], world=2, exact=True)
-    mine, first = timed["seconds"][name], next(iter(timed["seconds"].values()))
-    ratios = sorted(a / b for a, b in zip(mine, first, strict=True))
+    mine, of_time, of_work = median(timed["seconds"][name]), ratio(timed["seconds"], name), ratio(timed["work"], name)
     if "error" in found:
         print(found["error"], file=sys.stderr)
-        return f"| {name} | {median(mine):.3f} | {median(ratios):.2f} | | failed | | |"
+        return f"| {name} | {mine:.3f} | {of_time} | {of_work} | | failed | | |"
     steady = f"{max(found['steady_mib']):.0f}"
     steady += f" (report: {max(found['report_mib']):.0f})" if found["report_mib"] else ""
     return (
-        f"| {name} | {median(mine):.3f} | {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
-        f"| {timed['sent_mib'][name]:.1f} | {max(found['peak_mib']):.0f} | {steady} | {timed['loss'][name]:.5f} |"
+        f"| {name} | {mine:.3f} | {of_time} | {of_work} | {timed['sent_mib'][name]:.1f} "
+        f"| {max(found['peak_mib']):.0f} | {steady} | {timed['loss'][name]:.5f} |"
     )
+
+
+def ratio(values: dict[str, list[float]], name: str) -> str:
+    """Median and range, over the rounds, of a contestant's number by the first one's."""
+    first = next(iter(values.values()))
+    ratios = sorted(a / b for a, b in zip(values[name], first, strict=True))
+    return f"{median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
 def options() -> argparse.Namespace:

@@ -110,6 +110,11 @@ class Unit(_Treatment):
         return getattr(torch, self.dtype).itemsize
 
     @property
+    def is_one_weight(self) -> bool:
+        """True if it has the memory of one weight, with nothing beside it: then a gradient can be its bucket."""
+        return len(self.slots) == 1 and self.size == self.slots[0].size
+
+    @property
     def size_bytes(self) -> int:
         """Of all shards."""
         return self.size * self.itemsize
@@ -197,14 +202,19 @@ def _num_parts(plan: Plan, treatment: _Treatment, weights: Sequence[tuple[str, t
 
 
 def _parts(weights: Sequence[tuple[str, tuple[int, ...]]], count: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """At most ``count`` runs of about the same number of elements, the last weights first: so gradients become ready."""
+    """About ``count`` runs of about the same number of elements, the last weights first: so gradients become ready.
+
+    A weight larger than that is by itself: its gradient need not be copied to be sent.
+    """
     total, done = sum(prod(shape) for _, shape in weights), 0
     parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    was_large = False
     for path, shape in reversed(weights):
-        if parts[-1] and done >= total * len(parts) / count:
+        is_large = prod(shape) > total / count
+        if parts[-1] and (is_large or was_large or done >= total * len(parts) / count):
             parts.append([])
         parts[-1].append((path, shape))
-        done += prod(shape)
+        done, was_large = done + prod(shape), is_large
     return [part[::-1] for part in parts]
 
 

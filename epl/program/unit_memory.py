@@ -83,6 +83,11 @@ class UnitGradients:
 
     def _fill(self, bucket: _Bucket, path: str, size_bytes: int) -> None:
         bucket.missing.discard(path)
+        if bucket.unit.is_one_weight and not bucket.is_there and (size_bytes or path in self._whole):
+            bucket.is_there = True  # the gradient is the bucket
+            self._meter.add("gradients", -self._whole.pop(path, 0))
+            self._meter.add("communication", bucket.unit.size_bytes)
+            return
         self._make(bucket)
         if size_bytes:
             self._meter.spike("gradients", size_bytes)  # while it is copied
@@ -140,7 +145,12 @@ class UnitGradients:
 
     def _arrive(self) -> None:
         bucket, room = self._under_way.popleft()
+        unit = bucket.unit
+        is_room = unit.num_shards == 1 or room == unit.shard_bytes  # the shard's memory is there already
+        if is_room:
+            self._meter.add("communication", -unit.size_bytes - room)
         if not bucket.has_shard:
             bucket.has_shard = True
-            self._meter.add("gradients", bucket.unit.shard_bytes)
-        self._meter.add("communication", -bucket.unit.size_bytes - room)
+            self._meter.add("gradients", unit.shard_bytes)
+        if not is_room:
+            self._meter.add("communication", -unit.size_bytes - room)

@@ -94,6 +94,7 @@ class StepNumbers(NamedTuple):
     num_samples: int = 0
     graphs: int = 0  # of the micro-batches
     work: int = 0  # the operators that the rank's stage makes of them
+    lending: int = 0  # the order in which its stage is lent weights
     updates: int = 0  # steps that its optimizers have taken, if ranks share out weights
 
 

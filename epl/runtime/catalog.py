@@ -187,6 +187,7 @@ class Catalog:
                 self._compile(variant, lowered, collectives),
                 self._held(variant.captured, lowered.program.held),
                 digest(" ".join(op.target for op in lowered.code.ops)),
+                _lending(lowered),
             )
         return variant.bound
 
@@ -224,6 +225,12 @@ class Catalog:
         """What a stage is given of a parameter or buffer."""
         tensor = _tensor_at(self._model, path)
         return tensor if self.weights is None else self.weights.leaf(path, tensor)
+
+
+def _lending(lowered: LoweredStage) -> int:
+    if not lowered.stage.runs:
+        return 0
+    return digest(" ".join(f"{op.target} {op.segment}" for op in lowered.code.ops))
 
 
 def _warn_of_many(variant: Variant) -> None:

@@ -45,7 +45,8 @@ __all__ = ["BoundStage", "Executor", "MicroBatch"]
 class BoundStage:
     """A stage's function with the model's tensors that it takes.
 
-    ``work`` is a number for its operators: ranks that share out a stage have the same.
+    ``work`` is a number for its operators: ranks that share out a stage have the same. ``lending`` is one for the order in
+    which it is lent weights, forward and again in backward.
     """
 
     program: StageProgram
@@ -53,6 +54,7 @@ class BoundStage:
     function: Callable[..., tuple[Any, ...]]
     held: tuple[torch.Tensor, ...]
     work: int = 0
+    lending: int = 0
 
 
 @dataclass

@@ -160,7 +160,7 @@ class Runner:
         parts, everyone = self._begin(kind, batch)
         num_samples, before = self._samples(everyone)
         self.weights.refresh()
-        if len({numbers.graphs for numbers in everyone}) > 1:
+        if len({everyone[rank].lending for rank in self.plan.ranks_of_stages((self.stage,))}) > 1:
             self.weights.gather_all()
         if self._find_trainable() != self._trainable:
             self.close()
@@ -206,8 +206,9 @@ class Runner:
             size = batch_size_of(flat.tensors)
             graphs = digest(" ".join(str(part.variant.number) for part in parts))
             work = digest(" ".join(str(self.bound(part.variant).work) for part in parts))
-            updates = self.weights.num_updates
-            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), content, size, graphs, work, updates)
+            lending = digest(" ".join(str(self.bound(part.variant).lending) for part in parts))
+            numbers = (content, size, graphs, work, lending, self.weights.num_updates)
+            mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), *numbers)
         except Exception as caught:
             error = caught
         return parts, agree_on_step(self.world, self.plan, mine, (call, form), error)

@@ -20,7 +20,7 @@ import torch
 
 from epl.planner.units import Slot
 from epl.runtime.shards import Exchange
-from epl.runtime.weights import StoredUnit
+from epl.runtime.stored_unit import StoredUnit
 from epl.runtime.world import World
 
 __all__ = ["ShardReducer"]
@@ -47,22 +47,34 @@ class _Bucket:
     present: list[float] = field(default_factory=list)
 
     def memory(self) -> torch.Tensor:
-        """The flat memory, made when it is first needed."""
+        """The flat memory, made when it is first needed; what is between the weights is of no use to anyone."""
         if self.flat is None:
             leaf = self.stored.leaves[0]
-            self.flat = torch.zeros(self.stored.unit.size, dtype=leaf.dtype, device=leaf.device)
+            self.flat = torch.empty(self.stored.unit.size, dtype=leaf.dtype, device=leaf.device)
+            for slot, _, leaf in self.stored.slots():
+                if not leaf.requires_grad:
+                    self.view(slot).zero_()
         return self.flat
 
     def view(self, slot: Slot) -> torch.Tensor:
         """Where a gradient goes."""
         return self.memory()[slot.start : slot.stop].view(slot.shape)
 
+    def put(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Take a gradient in; of a unit of one weight it becomes the bucket."""
+        if gradient is None:
+            self.view(slot).zero_()
+        elif self.flat is None and self.stored.unit.is_one_weight and gradient.is_contiguous():
+            self.flat = gradient.view(-1)
+        else:
+            self.view(slot).copy_(gradient)
+
 
 @dataclass
 class _Sent:
     bucket: _Bucket
     flat: torch.Tensor
-    room: torch.Tensor
+    room: torch.Tensor | None
     exchange: Exchange
 
 
@@ -157,11 +169,9 @@ class ShardReducer:
     def _fill(self, bucket: _Bucket, place: int) -> None:
         leaf, slot = bucket.stored.leaves[place], bucket.stored.unit.slots[place]
         bucket.missing.discard(place)
-        if leaf.grad is not None:
-            gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
-            bucket.view(slot).copy_(gradient)
-            bucket.present[place] = 1.0
-            leaf.grad = None
+        gradient, leaf.grad = leaf.grad, None
+        bucket.put(slot, gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+        bucket.present[place] = max(bucket.present[place], float(gradient is not None))
 
     def _send_ready(self) -> None:
         while self._queue and not self._queue[0].missing:
@@ -183,7 +193,7 @@ class ShardReducer:
             self._arrive()
         flat, bucket.flat = bucket.memory(), None
         if unit.num_shards == 1:
-            self._under_way.append(_Sent(bucket, flat, flat, stored.summing.all_reduce(flat, what)))
+            self._under_way.append(_Sent(bucket, flat, None, stored.summing.all_reduce(flat, what)))
             return
         room = torch.empty(stored.summing.room_size(unit.size), dtype=flat.dtype, device=flat.device)
         exchange = stored.summing.reduce_scatter(flat, room, what)
@@ -193,12 +203,16 @@ class ShardReducer:
         """Wait for the oldest, and keep of it what is this rank's."""
         sent = self._under_way.popleft()
         sent.exchange.wait()
-        bucket = sent.bucket
+        bucket, unit = sent.bucket, sent.bucket.stored.unit
         mine = bucket.stored.shard_of(sent.flat)
         if bucket.shard is not None:
             bucket.shard.add_(mine)
+        elif unit.num_shards == 1:
+            bucket.shard = mine
+        elif sent.room is not None and sent.room.numel() == unit.shard_size:
+            bucket.shard = sent.room.copy_(mine)  # of two ranks: what came has been added, and its memory is free
         else:
-            bucket.shard = mine if bucket.stored.unit.num_shards == 1 else mine.clone()
+            bucket.shard = mine.clone()
 
     def _agree_on_present(self) -> None:
         """A gradient that no rank has stays None: one number for each weight, once a step."""

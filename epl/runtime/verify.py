@@ -28,6 +28,7 @@ from epl.runtime.results import Merged
 from epl.runtime.rng import generator_kept, reseeder
 from epl.runtime.runner import Runner
 from epl.runtime.state import add_gradients, gather_state, take_gradients
+from epl.runtime.weights import Weights
 from epl.runtime.world import World
 
 __all__ = ["Difference", "Reference", "Report", "Trial", "compare", "plain_step", "small_part", "verify_step"]
@@ -126,7 +127,7 @@ def verify_step(trial: Trial, batch: Any, tolerance: float | None) -> Report:
     earlier, step = take_gradients(parameters), runner.step
     with buffers_kept(model):
         weights = gather_state(world, model, plan, runner.weights)
-        stale = stale_weights(world, model, plan)
+        stale = stale_weights(runner.weights, model, plan)
         batches = gather_batches(world, plan, batch)
         ran = trial.run(batch)
         gradients = trial.gradients()
@@ -252,16 +253,20 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-def stale_weights(world: World, model: nn.Module, plan: Plan) -> tuple[Difference, ...]:
+def stale_weights(weights: Weights, model: nn.Module, plan: Plan) -> tuple[Difference, ...]:
     """The parameters of which some rank holds another value than the owner: an update that did not reach it."""
+    world, parameters = weights.world, dict(model.named_parameters())
     stage, _, _ = plan.place_of(world.rank)
-    parameters = dict(model.named_parameters())
-    mine = {path: parameters[path].detach().cpu() for path in _held_by(plan, stage)}
+    mine = {
+        path: weights.own_whole(path, parameters[path]).detach().cpu()
+        for path in _held_by(plan, stage)
+        if not weights.is_cut(path)  # no two ranks hold the same of it
+    }
     everyone = world.gather({path: _content(tensor) for path, tensor in mine.items()})
     found: list[Difference] = []
     for entry in (entry for entry in plan.parameters if entry.kind == "parameter"):
         numbers = {rank: numbers[entry.path] for rank, numbers in enumerate(everyone) if entry.path in numbers}
-        for ranks in plan.alike(entry):
+        for ranks in plan.alike(entry) if numbers else ():
             owner = ranks[0]
             others = [rank for rank in ranks if numbers[rank] != numbers[owner]]
             if not others:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,108 +19,33 @@ from torch.optim import Optimizer
 from epl.errors import RunError, StrategyError
 from epl.lines import warn
 from epl.planner.plan import Plan
-from epl.planner.units import Slot, Unit, shared_out, units_of
+from epl.planner.units import Unit, shared_out, units_of
 from epl.program.unit_memory import looks_ahead
 from epl.runtime.disk import DiskSpace
 from epl.runtime.lane import Lane
 from epl.runtime.shards import Exchange, ShardTalk
+from epl.runtime.stored_unit import Arriving, StoredUnit
 from epl.runtime.world import World
 from epl.stage.leases import UnitCache
 
-__all__ = ["CUT", "StoredUnit", "Weights", "refuse_sparse"]
+__all__ = ["CUT", "Weights", "refuse_sparse"]
 
 CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
 _Talks = dict[tuple[int, ...], tuple[ShardTalk, ShardTalk]]  # by ranks: for weights and for gradients
 
 
-@dataclass
-class _Arriving:
-    """As of :class:`epl.stage.leases.Coming`."""
+class _Guard:
+    """Refuses ``model.state_dict()``; it knows nothing of ranks, so that a model with it can be copied."""
 
-    whole: torch.Tensor
-    lane: Lane
-    arrival: torch.Event | None
-    exchange: Exchange | None = None
+    def __init__(self) -> None:
+        self.is_open = False
 
-    def get(self) -> torch.Tensor:
-        self.lane.arrive(self.arrival, [self.whole])
-        self.arrival = None
-        if self.exchange is not None:
-            self.exchange.wait()
-            self.exchange = None
-        return self.whole
-
-
-@dataclass
-class StoredUnit:
-    """A unit on this rank.
-
-    Args:
-        unit: The unit.
-        place: Which shard is this rank's.
-        gathering: What the ranks talk through about its weights.
-        summing: The same for its gradients.
-        stored: The flat memory of the weights: of all shards, or of this rank's own.
-        parameters: The model's, by slot.
-        leaves: What the stage is given, by slot.
-        lane: Where copies between host and device run.
-        space: The files in which it is stored, if it is.
-    """
-
-    unit: Unit
-    place: int
-    gathering: ShardTalk
-    summing: ShardTalk
-    stored: torch.Tensor
-    parameters: tuple[nn.Parameter, ...]
-    leaves: tuple[torch.Tensor, ...]
-    lane: Lane
-    space: DiskSpace | None
-
-    @property
-    def name(self) -> str:
-        """As messages call it."""
-        slots = self.unit.slots
-        return slots[0].path + (f" and {len(slots) - 1} more" if len(slots) > 1 else "")
-
-    def slots(self) -> Iterator[tuple[Slot, nn.Parameter, torch.Tensor]]:
-        """(slot, parameter, leaf) of each weight."""
-        return zip(self.unit.slots, self.parameters, self.leaves, strict=True)
-
-    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of flat memory of the unit's size."""
-        return flat.narrow(0, self.place * self.unit.shard_size, self.unit.shard_size)
-
-    def piece_of(self, slot: Slot, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a weight, in the memory of its shard; in the weight's shape if nothing is shared out."""
-        if self.unit.num_shards == 1:
-            return shard[slot.start : slot.stop].view(slot.shape)
-        start, stop = self.unit.piece(slot, self.place)
-        first = slot.start + start - self.place * self.unit.shard_size if start < stop else 0
-        return shard.narrow(0, first, stop - start)
-
-    def cut(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor of a weight's shape."""
-        if self.unit.num_shards == 1:
-            return whole
-        start, stop = self.unit.piece(slot, self.place)
-        return whole.reshape(-1)[start:stop]
-
-    def start(self, device: torch.device) -> _Arriving:
-        """Bring all shards together in new memory on a device."""
-        unit = self.unit
-        whole = torch.empty(unit.size, dtype=self.stored.dtype, device=device)
-        into = self.shard_of(whole) if unit.is_cut else whole
-        self.lane.follow([whole])
-        with self.lane.running():
-            into.copy_(self.stored, non_blocking=True)
-        arriving = _Arriving(whole, self.lane, self.lane.mark())
-        if self.space is not None:
-            self.space.give_back_pages(self.stored)
-        if unit.is_cut:
-            self.lane.arrive(arriving.arrival, [whole])
-            arriving.exchange = self.gathering.gather(whole, f"the weights of {self.name}")
-        return arriving
+    def __call__(self, *_: object) -> None:
+        if not self.is_open:
+            raise RunError(
+                "the model's weights are shared out over the ranks, and its own state_dict() would have this rank's pieces "
+                "of them. Call engine.state_dict() on all ranks."
+            )
 
 
 class Weights:
@@ -138,18 +62,18 @@ class Weights:
         self.world, self._space, self._lane = world, space, Lane(world.device)
         self.num_updates = 0
         self._is_stale = False
-        self._caches: list[UnitCache] = []
+        self._caches: dict[tuple[int, ...], UnitCache] = {}
         self._handles: list[Any] = []
-        self._may_list = self._has_warned = False
+        self._guard, self._has_warned = _Guard(), False
         self._coming: dict[int, Exchange] = {}  # updates on their way
-        self._whole: dict[int, _Arriving] = {}  # of a step in which all are here
+        self._whole: dict[int, Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
         talks = _talks(world, plan)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
         if any(stored.unit.num_shards > 1 for stored in self.units):
-            self._handles.append(model.register_state_dict_pre_hook(self._refuse_state_dict))
+            self._handles.append(model.register_state_dict_pre_hook(self._guard))
         self._places = {
             slot.path: (number, place)
             for number, stored in enumerate(self.units)
@@ -237,17 +161,18 @@ class Weights:
     # -- forward and backward -------------------------------------------------------------------------------------
 
     def lender(self, runs: Sequence[int]) -> UnitCache:
-        """Brings the units of a stage's runs."""
+        """Brings the units of a stage's runs: the same for all graphs that use them in one order.
+
+        So what is at hand when a micro-batch begins is the same on ranks whose batches have other shapes.
+        """
         units = [stored.unit for stored in self.units]
         ahead = looks_ahead(units, on_accelerator=self.world.device.type != "cpu")
 
-        def start(unit: int) -> _Arriving:
+        def start(unit: int) -> Arriving:
             self._wait(unit)
             return self._whole.get(unit) or self.units[unit].start(self.world.device)
 
-        cache = UnitCache(runs, start, ahead=ahead)
-        self._caches.append(cache)
-        return cache
+        return self._caches.setdefault(tuple(runs), UnitCache(runs, start, ahead=ahead))
 
     def gather_all(self) -> None:
         """Bring all weights of other ranks until `clear`: for steps in which ranks do not use them in the same order."""
@@ -266,7 +191,7 @@ class Weights:
         """Let go of lent units."""
         self._whole = {}
         self.settle()
-        for cache in self._caches:
+        for cache in self._caches.values():
             cache.clear()
         if self._space is not None:
             self._space.give_back_pages()
@@ -334,6 +259,14 @@ class Weights:
         slot = stored.unit.slots[place]
         return self._read[1][slot.start : slot.stop].view(slot.shape)
 
+    def is_cut(self, path: str) -> bool:
+        """True if this rank stores a shard of a weight, and no more."""
+        return path in self._places and self.units[self._places[path][0]].unit.is_cut
+
+    def own_whole(self, path: str, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank itself has of a weight that it stores whole."""
+        return self.whole(path) if path in self._places else parameter
+
     def end_reading(self) -> None:
         """Let go of what `whole` has brought."""
         self._read = None
@@ -341,18 +274,11 @@ class Weights:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """While it lasts, the model's own ``state_dict()`` may be called, for its names."""
-        self._may_list = True
+        self._guard.is_open = True
         try:
             yield
         finally:
-            self._may_list = False
-
-    def _refuse_state_dict(self, *_: object) -> None:
-        if not self._may_list:
-            raise RunError(
-                "the model's weights are shared out over the ranks, and its own state_dict() would have this rank's pieces "
-                "of them. Call engine.state_dict() on all ranks."
-            )
+            self._guard.is_open = False
 
     def whole_gradient(self, path: str) -> torch.Tensor | None:
         """The same of a gradient; None if no rank has one."""

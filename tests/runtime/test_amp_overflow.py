@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import epl
 from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch
@@ -58,7 +57,10 @@ GAIN, BOOST = {"gain": 1e5}, {"boost": 1e6}
 def both(model: nn.Module) -> list[Optimizer]:
     """One optimizer for each layer."""
     assert isinstance(model, Net)
-    return [torch.optim.SGD(model.a.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model.b.parameters(), lr=1e-2)]
+    return [
+        torch.optim.SGD(model.a.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(model.b.parameters(), lr=1e-2),
+    ]
 
 
 def problem(**factors: float) -> Problem:
@@ -142,7 +144,9 @@ def test_an_overflow_in_one_of_several_backwards_skips_the_step(level: str) -> N
 
 def loop(rank: int, way: Way) -> tuple[list[bool], list[float], list[float], int]:
     """The user's own loop with a schedule of learning rates; the second step overflows."""
-    engine = start(Problem(make_net, [batch(0)], optimize=lambda model: [torch.optim.Adam(model.parameters(), lr=0.1)]), way)
+    engine = start(
+        Problem(make_net, [batch(0)], optimize=lambda model: [torch.optim.Adam(model.parameters(), lr=0.1)]), way
+    )
     (optimizer,) = engine._optimizers
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     changed: list[bool] = []
@@ -162,7 +166,9 @@ def loop(rank: int, way: Way) -> tuple[list[bool], list[float], list[float], int
     return changed, rates, scales, engine.num_skipped_steps
 
 
-@pytest.mark.parametrize("way", [Way(2, config=FP16), *slow(Way(2, HALVES, config=FP16), Way(2, config={**FP16, "zero.level": "v2"}))])
+@pytest.mark.parametrize(
+    "way", [Way(2, config=FP16), *slow(Way(2, HALVES, config=FP16), Way(2, config={**FP16, "zero.level": "v2"}))]
+)
 def test_a_loop_of_ones_own_skips_and_goes_on(way: Way) -> None:
     for outcome in launch(2, loop, way):
         assert outcome == ([True, False, True], [0.05, 0.025, 0.0125], [2.0**15, 2.0**14, 2.0**14], 1)
@@ -206,7 +212,9 @@ def stuck(rank: int) -> tuple[list[int], bool]:
     for _ in range(18):
         engine.train_step(my_share(engine, rank, batch(1, gain=float("inf"))))
     after = engine.state_dict()
-    return [engine.num_skipped_steps, int(engine.loss_scale)], all(torch.equal(before[name], after[name]) for name in after)
+    return [engine.num_skipped_steps, int(engine.loss_scale)], all(
+        torch.equal(before[name], after[name]) for name in after
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
