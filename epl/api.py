@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class _Job:
     """
 
     world: World | None = None
-    engine: weakref.ref[Engine] | None = None  # the user's to keep alive
+    engine: Engine | None = None
 
 
 def init(config: Config | None = None) -> None:
@@ -98,7 +97,7 @@ def parallelize(
     optimizers = _optimizers(model, optimizer)
     env = Env.get()
     engine = Engine(model, optimizers, loss_fn, _Job.world, env.cluster, env.config)
-    _Job.engine = weakref.ref(engine)
+    _Job.engine = engine
     if example_batch is not None:
         engine.prepare(example_batch)
     return engine
@@ -150,7 +149,7 @@ def data_loader(
     """
 
     def share(example: Callable[[int], Any]) -> Share:
-        chosen = engine or (_Job.engine and _Job.engine())
+        chosen = engine or _Job.engine
         if chosen is None:
             raise ConfigError("epl.data_loader needs to know the replicas: call epl.parallelize before you iterate")
         return chosen.share_of_data(example)

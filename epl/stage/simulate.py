@@ -204,7 +204,6 @@ class _Run:
         roles = [output.role for output in self.stage.graph.outputs if isinstance(output.value, Ref)]
         with self.fakes.mode, self.ledger:
             results = list(function(*held, lambda _: None))
-            self.lender.clear()
             self.after_forward = len(self.ledger.entries)
             for role in roles:
                 self._hand_over(role, results.pop(0))

@@ -263,6 +263,6 @@ def _notes(rank: int, config: dict[str, Any]) -> str:
 
 def test_the_log_says_what_runs_in_which_precision() -> None:
     (text,) = launch(1, _notes, {**BF16, "amp.debug_log": True})
-    assert "aten.linear.default: 4 in bfloat16" in text
-    assert "casts: 8 of weights, one for each use" in text
+    assert "aten.linear.default: 6 in bfloat16" in text
+    assert "casts: 12 of weights, one for each use" in text
     assert "bfloat16" not in launch(1, _notes, BF16)[0]
