@@ -63,7 +63,12 @@ def main() -> None:
 
     epl.init(settings(arguments))
     torch.manual_seed(0)
-    widths = {"d_model": arguments.hidden, "d_ff": 4 * arguments.hidden, "d_kv": 64, "num_heads": arguments.hidden // 64}
+    widths = {
+        "d_model": arguments.hidden,
+        "d_ff": 4 * arguments.hidden,
+        "d_kv": 64,
+        "num_heads": arguments.hidden // 64,
+    }
     config = T5Config(vocab_size=VOCABULARY, num_layers=arguments.layers, decoder_start_token_id=0, **widths)
     model = T5ForConditionalGeneration(config)
     engine = epl.parallelize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=loss_fn)

@@ -84,8 +84,8 @@ def _refuse_writes(graph: Graph, stored: Mapping[str, object], parameters: Mappi
         op = graph.written[written[0]][0]
         raise StrategyError(
             f"forward changes the weight {parameters[written[0]].path} in place, at {op.source}, and the plan stores that "
-            "weight elsewhere and brings a copy for each use. Use zero.level 'v1' or less, leave it out of "
-            "offload.parameters, or change the weight outside of forward."
+            "weight elsewhere (zero.level 'v2', offload.level) and brings a copy for each use. Use zero.level 'v1' or less "
+            "and keep the weight out of offload.parameters, or change it outside of forward."
         )
 
 

@@ -84,6 +84,9 @@ def _refuse_idle(config: Config) -> None:
         idle = [key for key in keys if config.get(key) != Config.spec(key).default]
         if idle and not config.get(level):
             raise ConfigError(f"{' and '.join(idle)} is set, and {level} is not: set {level}, or leave the other out")
+    for key in ("run.memory_limit", "offload.size_limit"):
+        if config.get(key) and size_bytes_of(config.get(key)) < 1:
+            raise ConfigError(f"{key} is {config.get(key)!r}, no room at all; leave it empty for no limit")
     on_disk = [key for key in ("offload.path", "offload.size_limit") if config.get(key)]
     if on_disk and config.offload.level != "disk":
         raise ConfigError(
@@ -106,7 +109,7 @@ def _refuse_without_graph(config: Config) -> None:
         "zero.level='v2'": (config.zero.level == "v2", "set zero.level to 'v1'"),
         f"offload.level={config.offload.level!r}": (
             config.offload.level in ("v0", "disk"),
-            "set offload.level to 'optimizer' or leave it out",
+            "leave it out ('optimizer' works without a graph, on accelerators)",
         ),
         "amp.level='O1'": (config.amp.level == "O1", "use torch.autocast in forward"),
     }

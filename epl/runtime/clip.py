@@ -54,7 +54,7 @@ def _counted(
     for place, (path, parameter) in enumerate(parameters.items()):
         owners, unit = plan.owners(entries[path]), sharers.get(path)
         mine = [number for number, owner in enumerate(owners) if owner == rank or (unit and owner in unit.ranks)]
-        if mine and parameter.grad is not None:
+        if mine and parameter.grad is not None and parameter.grad.numel():
             part = unit.place_of(rank) * len(owners) if unit else 0
             yield place, part + mine[0], parameter.grad
 

@@ -198,10 +198,12 @@ class Engine:
         if not self._verified:
             self._verified = True
             check_first(self._config, self._trial(), self._catalog.segments, batch, lambda b: self._report(b, None))
+        self._prepared.probe.warn_if_scaled()
         earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
         self._scaling.note()
         add_gradients(self._parameters, earlier)
+        self._prepared.probe.watch(self._parameters)
         return merged.result
 
     def _run_training(self, batch: Any) -> Merged:
@@ -217,7 +219,6 @@ class Engine:
     def pending_gradients(self, batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
         """What `forward_backward` returns, and the gradients, which stay off the parameters; for `model`."""
         self.prepare(batch)
-        self._prepared.probe.warn_if_scaled()
         earlier = take_gradients(self._parameters)
         result = self.forward_backward(batch)
         pending = take_gradients(self._parameters)
@@ -267,6 +268,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
+        self._scaling.forget()
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from epl.errors import StrategyError
+from epl.lines import warn
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.apply import apply_in_groups, refuse_groups
 from epl.runtime.state import own_part
@@ -51,24 +53,37 @@ def sees_whole_weights(optimizer: Optimizer) -> bool:
     """
     if type(optimizer).__name__ in _NEED_WHOLE_WEIGHTS:
         return True
+    return any(_is_apart(optimizer, group) for group in optimizer.param_groups)
+
+
+def _is_apart(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether it shows with the options of one group."""
+    options = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
     generator = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(4))
     try:
-        whole = _stepped(optimizer, values, gradients)
-    except Exception:  # the user's own class, of another form
+        whole = _stepped(optimizer, options, values, gradients)
+    except Exception as error:  # the user's own class, of another form
+        warn(
+            f"{type(optimizer).__name__} could not be tried on a small weight ({error}), so EPL takes it that it works "
+            "element by element; if it looks at whole weights (their norm, their number of dimensions), updates are wrong"
+        )
         return False
     cut = [[tensor.flatten()[part] for tensor in (values, *gradients)] for part in (slice(0, 10), slice(10, None))]
     try:
-        parts = torch.cat([_stepped(optimizer, part[0], part[1:]) for part in cut])
+        parts = torch.cat([_stepped(optimizer, options, part[0], part[1:]) for part in cut])
     except Exception:  # such as Muon, which wants matrices
         return True
     return not torch.allclose(whole.flatten(), parts, rtol=1e-9, atol=1e-12)
 
 
-def _stepped(optimizer: Optimizer, values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stepped(
+    optimizer: Optimizer, options: Mapping[str, Any], values: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """The weight after some steps of an optimizer like this one."""
     weight = nn.Parameter(values.clone())
     like = type(optimizer)([weight], **optimizer.defaults)
+    like.param_groups[0].update(options)
     for gradient in gradients:
         weight.grad = gradient.clone()
         like.step()
@@ -109,10 +124,11 @@ def fit_optimizers(
 ) -> Callable[[], None]:
     """Make optimizers fit a plan; gives a function that undoes what concerns their later steps.
 
-    What they already keep of weights that are cut is cut, since some make their state when they are made; and they step
-    their weights in as many groups as the plan says.
+    What they already keep of weights that are cut is cut, since some make their state when they are made, and so is what is
+    loaded into them later, if it is of whole weights; and they step their weights in as many groups as the plan says.
     """
     parameters = dict(model.named_parameters())
+    parts: list[tuple[nn.Parameter, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = []
     for entry in plan.parameters:
         is_cut = entry.placement != "R" or entry.path in weights
         if entry.kind == "parameter" and is_cut and plan.place_of(rank)[0] in entry.stages:
@@ -120,9 +136,23 @@ def fit_optimizers(
             def part(value: torch.Tensor, entry: ParameterPlan = entry) -> torch.Tensor:
                 return weights.piece(entry.path, own_part(entry, plan, rank, value))
 
-            for optimizer in optimizers:
-                _fit(optimizer, parameters[entry.path], entry.shape, part)
-    return apply_in_groups(optimizers, plan.num_apply_groups, home)
+            parts.append((parameters[entry.path], entry.shape, part))
+
+    def fit(optimizer: Optimizer) -> None:
+        for parameter, shape, part in parts:
+            _fit(optimizer, parameter, shape, part)
+
+    for optimizer in optimizers:
+        fit(optimizer)
+    handles = [optimizer.register_load_state_dict_post_hook(fit) for optimizer in optimizers if parts]
+    undo_groups = apply_in_groups(optimizers, plan.num_apply_groups, home)
+
+    def undo() -> None:
+        undo_groups()
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def _fit(
@@ -132,5 +162,5 @@ def _fit(
     part: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.shape != parameter.shape:
             optimizer.state[parameter][key] = part(value).clone()

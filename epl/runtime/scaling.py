@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from epl.config import Config
+from epl.errors import RunError
 from epl.runtime.loss_scale import LossScale
 from epl.runtime.world import World
 
@@ -80,6 +81,12 @@ class Scaling:
         if self._last_overflows:
             self._skipping.update(self._optimizers)
 
+    def forget(self) -> None:
+        """The gradients for the next step were dropped."""
+        self._is_pending = self._overflows = False
+        self._skipping.clear()
+        self._skipped.clear()
+
     def skip_overflows(self, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         """From here on ``step()`` does nothing after an overflow, and the scale adapts; gives a function that undoes it."""
         self._optimizers = tuple(optimizers)
@@ -96,6 +103,11 @@ class Scaling:
 
         @wraps(plain)  # with the mark of a scheduler, which looks for it
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs:
+                raise RunError(
+                    f"amp.dtype is 'fp16', and {type(optimizer).__name__}.step was given a closure, whose gradients may "
+                    "overflow when it is too late to skip the step; compute the loss before step(), or use bf16"
+                )
             self._settle()
             if optimizer in self._skipping:
                 self._skipped.add(optimizer)

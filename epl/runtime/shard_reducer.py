@@ -144,7 +144,7 @@ class ShardReducer:
         self._agree_on_present()
         for bucket in self.buckets:
             for place, (slot, parameter, leaf) in enumerate(bucket.stored.slots()):
-                has_piece = bucket.shard is not None and bucket.present[place] > 0 and parameter.numel() > 0
+                has_piece = bucket.shard is not None and bucket.present[place] > 0
                 piece = bucket.stored.piece_of(slot, bucket.shard) if has_piece and bucket.shard is not None else None
                 parameter.grad = None if piece is None else piece.to(parameter.device)
                 leaf.grad = None

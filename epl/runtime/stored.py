@@ -21,7 +21,7 @@ from epl.runtime.optimizers import fit_optimizers
 from epl.runtime.scaling import Scaling
 from epl.runtime.state import release
 from epl.runtime.state_home import DiskHome, HostHome, StateHome
-from epl.runtime.weights import Weights, refuse_sparse
+from epl.runtime.weights import Weights, refuse_odd
 from epl.runtime.world import World
 from epl.units import size_bytes_of, size_text
 
@@ -57,7 +57,7 @@ def store(
 
     def make_weights() -> tuple[Weights, DiskSpace | None]:
         release(model, plan, world.rank)
-        refuse_sparse(model, plan)
+        refuse_odd(model, plan)
         if "host" in homes and world.device.type == "cpu":
             raise ConfigError(
                 f"offload.level is {config.offload.level!r}, which moves weights or states to host memory, and this rank "

@@ -28,7 +28,7 @@ from epl.runtime.stored_unit import Arriving, StoredUnit
 from epl.runtime.world import World
 from epl.stage.leases import UnitCache
 
-__all__ = ["CUT", "Weights", "refuse_sparse"]
+__all__ = ["CUT", "Weights", "refuse_odd"]
 
 CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
 _Talks = dict[tuple[int, ...], tuple[ShardTalk, ShardTalk]]  # by ranks: for weights and for gradients
@@ -61,19 +61,19 @@ class Weights:
     def __init__(self, world: World, plan: Plan, model: nn.Module, space: DiskSpace | None) -> None:
         self.world, self._space, self._lane = world, space, Lane(world.device)
         self.num_updates = 0
-        self._is_stale = False
         self._caches: dict[tuple[int, ...], UnitCache] = {}
         self._handles: list[Any] = []
         self._guard, self._has_warned = _Guard(), False
         self._coming: dict[int, Exchange] = {}  # updates on their way
         self._whole: dict[int, Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
+        self._model = model
         talks = _talks(world, plan)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
         if any(stored.unit.num_shards > 1 for stored in self.units):
-            self._handles.append(model.register_state_dict_pre_hook(self._guard))
+            model.register_state_dict_pre_hook(self._guard)  # for good: the model stays in pieces
         self._places = {
             slot.path: (number, place)
             for number, stored in enumerate(self.units)
@@ -199,25 +199,50 @@ class Weights:
     # -- updates --------------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notice when these optimizers have stepped pieces, so that the ranks' weights are no longer the same."""
+        """Count the steps of these optimizers: all ranks have to take the same."""
 
         def stepped(*_: object) -> None:
             self.num_updates += 1
-            self._is_stale = True
 
         if self.units:
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
 
     def refresh(self) -> None:
-        """Start to gather what the other ranks have updated; all ranks call it together."""
-        if not self._is_stale:
+        """Start to gather what the other ranks have in their shards; all ranks call it together.
+
+        Whether anything has changed is not asked: optimizers of the user's own, averages put in for a while and edits by
+        hand would go unnoticed.
+        """
+        if not self.units:
             return
-        self._is_stale = False
         self.clear()
+        self._take_in()
         for number, stored in reversed(list(enumerate(self.units))):  # the first weights first
             if stored.unit.num_shards > 1 and not stored.unit.is_cut:
                 what = f"the updated weights of {stored.name}"
                 self._coming[number] = stored.gathering.gather(stored.stored, what)
+
+    def _take_in(self) -> None:
+        """Make what the user has put in place of a parameter's memory this rank's piece.
+
+        Raises:
+            RunError: a parameter was replaced, or has another shape now.
+        """
+        now = dict(self._model.named_parameters())
+        for stored in self.units:
+            shard = stored.stored if stored.unit.is_cut else stored.shard_of(stored.stored)
+            for slot, parameter, _ in stored.slots():
+                piece = stored.piece_of(slot, shard)
+                is_same = now.get(slot.path) is parameter and parameter.shape == piece.shape
+                if not is_same:
+                    raise RunError(
+                        f"{slot.path} was replaced, or given another shape, and its memory is EPL's: it is stored "
+                        "elsewhere or shared out (zero.level, offload.level). Change its values in place, or load a state "
+                        "by engine.load_state_dict()."
+                    )
+                if parameter.numel() and parameter.data_ptr() != piece.data_ptr():
+                    piece.copy_(parameter.detach())
+                    parameter.data = piece
 
     def arrival(self, unit: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that gives a weight of the unit once that is up to date."""
@@ -308,17 +333,32 @@ class Weights:
         self.clear()
 
 
-def refuse_sparse(model: nn.Module, plan: Plan) -> None:
-    """Refuse embeddings with sparse gradients in units, whose gradients are flat memory.
+def refuse_odd(model: nn.Module, plan: Plan) -> None:
+    """Refuse weights that cannot lie in units: with sparse gradients, hooks, or memory that a buffer uses, too.
 
     Raises:
         StrategyError: names one.
     """
     in_units = shared_out(plan)
+    level = f"zero.level {plan.zero!r}" if plan.zero else "offload.level"
+    buffers = {buffer.untyped_storage().data_ptr(): name for name, buffer in model.named_buffers() if buffer.numel()}
+    for path, parameter in model.named_parameters():
+        if path not in in_units:
+            continue
+        shared = buffers.get(parameter.untyped_storage().data_ptr()) if parameter.numel() else None
+        if shared is not None:
+            raise StrategyError(
+                f"the buffer {shared} uses the memory of {path}, which {level} moves. Make the buffer a copy, or leave "
+                "that level out."
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StrategyError(
+                f"{path} has a hook on its gradient, and with {level} each rank has a part of that only. Remove the hook, "
+                "or leave that level out."
+            )
     weights = {id(module.weight): name for name, module in model.named_modules() if getattr(module, "sparse", False)}
     found = [path for path, parameter in model.named_parameters() if path in in_units and id(parameter) in weights]
     if found and not plan.sparse_as_dense:
-        level = f"zero.level {plan.zero!r}" if plan.zero else "offload.level"
         raise StrategyError(
             f"{found[0]} has sparse gradients, and {level} stores it and its gradient in flat memory. Set "
             "communication.sparse_as_dense, build the embedding without sparse=True, or leave that level out."

@@ -203,6 +203,13 @@ def _tell_each(rank: int, ways: list[Way], stories: list[Story]) -> list[list[tu
     return [[_tell(Ranked(rank, way), story) for way in ways] for story in stories]
 
 
+def _assert_told(found: Any, expected: Any, what: str) -> None:
+    try:
+        assert_close(found, expected, torch.float64)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
+
+
 def _check(world: int, cut: list[list[str]], settings: list[dict[str, Any]], *stories: Story) -> None:
     ways = [Way(world, cut, 2, config=config) for config in settings]
     results = launch(world, _tell_each, ways, list(stories), timeout_s=60.0 * (1 + len(stories)))
@@ -210,10 +217,7 @@ def _check(world: int, cut: list[list[str]], settings: list[dict[str, Any]], *st
         told, state = _tell(Plain(), story)
         for result in results:
             for config, found in zip(settings, result[story_number], strict=True):
-                try:
-                    assert_close(found, (told, state), torch.float64)
-                except AssertionError as error:
-                    raise AssertionError(f"{story.__name__} under {config}: {error}") from error
+                _assert_told(found, (told, state), f"{story.__name__} under {config}")
 
 
 def test_loops_over_replicas_are_loops_in_one_process() -> None:
