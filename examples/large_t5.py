@@ -1,6 +1,6 @@
 """A T5 whose weights, gradients and optimizer states are too much for one rank: shared out, in half precision, in files.
 
-    epl launch --nproc 2 examples/large_t5.py --limit 60MiB               refused before the first step: it says what is needed
+    epl launch --nproc 2 examples/large_t5.py --limit 60MiB               refused before the first step
     epl launch --nproc 2 examples/large_t5.py --zero v1                   ranks share out optimizer states and gradients
     epl launch --nproc 2 examples/large_t5.py --zero v2                   and weights
     epl launch --nproc 2 examples/large_t5.py --zero v2 --amp bf16        matrix products in bfloat16, weights in float32
