@@ -145,3 +145,14 @@ def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path,
     assert [step for step, _ in found] == [step for step, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert float(ours) == pytest.approx(float(theirs), rel=2e-3), "float32, and batch statistics are summed up"
+
+
+def test_a_t5_over_its_limit_is_refused_and_fits_when_it_is_shared_out_and_in_files(tmp_path: Path):
+    script, small = str(EXAMPLES / "large_t5.py"), ("--steps", "2", "--layers", "1", "--limit", "30MiB")
+    refused = command(tmp_path, "-m", "epl.cli", "launch", "--nproc", "2", script, *small)
+    assert refused.returncode != 0
+    assert re.search(r"run.memory_limit is 30.0 MiB.*of optimizer", refused.stdout + refused.stderr, re.DOTALL)
+    less = ("--zero", "v2", "--offload", "disk", "--recompute", "auto")
+    printed = launch(tmp_path, 2, "large_t5.py", *small, *less)
+    assert re.search(r"step +2 of 2: loss \d", printed)
+    assert "memory of one training step" in printed

@@ -95,6 +95,7 @@ class StepNumbers(NamedTuple):
     graphs: int = 0  # of the micro-batches
     work: int = 0  # the operators that the rank's stage makes of them
     lending: int = 0  # the order in which its stage is lent weights
+    factor: int = 0  # by which its gradients were scaled since the last backward
     updates: int = 0  # steps that its optimizers have taken, if ranks share out weights
 
 

@@ -198,7 +198,6 @@ class Engine:
         if not self._verified:
             self._verified = True
             check_first(self._config, self._trial(), self._catalog.segments, batch, lambda b: self._report(b, None))
-        self._prepared.probe.warn_if_scaled()
         earlier = take_gradients(self._parameters)
         merged = self._run_training(batch)
         self._scaling.note()

@@ -47,11 +47,13 @@ class ScaleProbe:
             places = gradient.detach().flatten()[:64].abs().topk(2).indices
             self._watched = (gradient, places, gradient.detach().flatten()[places].tolist())
 
-    def warn_if_scaled(self) -> None:
-        """Warn on rank 0, once, if the gradients of some ranks were scaled by another factor than those of others."""
-        if not self._is_spread:
-            return
-        factors = [number for (number,) in self._world.gather_numbers([self._factor()]) if number > 0]
+    def warn_if_scaled(self, factors: Sequence[int]) -> None:
+        """Warn on rank 0, once, if the gradients of some ranks were scaled by another factor than those of others.
+
+        Args:
+            factors: Every rank's, as of `factor`.
+        """
+        factors = [number for number in factors if number > 0]
         apart = max(factors, default=0) - min(factors, default=0)
         if self._world.rank == 0 and apart > _UNIT // 10**5 and not self._has_warned:
             self._has_warned = True
@@ -63,7 +65,7 @@ class ScaleProbe:
                 "max_grad_norm=0)."
             )
 
-    def _factor(self) -> int:
+    def factor(self) -> int:
         """By what the gradient was multiplied since, in billionths; unknown if it was changed in another way."""
         if self._watched is None:
             return _UNKNOWN

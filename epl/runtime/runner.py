@@ -159,6 +159,7 @@ class Runner:
         """
         parts, everyone = self._begin(kind, batch)
         num_samples, before = self._samples(everyone)
+        self.probe.warn_if_scaled([numbers.factor for numbers in everyone])
         self.weights.refresh()
         if len({everyone[rank].lending for rank in self.plan.ranks_of_stages((self.stage,))}) > 1:
             self.weights.gather_all()
@@ -207,7 +208,8 @@ class Runner:
             graphs = digest(" ".join(str(part.variant.number) for part in parts))
             work = digest(" ".join(str(self.bound(part.variant).work) for part in parts))
             lending = digest(" ".join(str(self.bound(part.variant).lending) for part in parts))
-            numbers = (content, size, graphs, work, lending, self.weights.num_updates)
+            factor = self.probe.factor() if kind == "train" else 0
+            numbers = (content, size, graphs, work, lending, factor, self.weights.num_updates)
             mine = StepNumbers(1, _KINDS.index(kind), digest(form), digest(call), *numbers)
         except Exception as caught:
             error = caught

@@ -75,6 +75,7 @@ def test_replicas_compute_what_one_process_computes_under_the_same_casts(name: s
     _check(_job(name, half, world=2, micro_batches=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "half"), [("t5", "bf16")])
 def test_pipelines_beside_one_another_compute_what_one_process_computes(name: str, half: str) -> None:
     _check(_job(name, half, world=4, num_stages=2, micro_batches=2))
