@@ -42,7 +42,7 @@ class Fault:
             return
         if place not in ("capture", "loader") and self.step != STEP:
             return
-        Path("fault").write_text(str(time.time()))
+        _note_fault()
         self._happens()
 
     def _happens(self) -> None:
@@ -122,6 +122,12 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((8,), index / len(self))
 
 
+def _note_fault() -> None:
+    """Write down when it goes wrong; whoever sees the file sees it whole."""
+    Path("fault.tmp").write_text(str(time.time()))
+    Path("fault.tmp").rename("fault")
+
+
 def main() -> None:
     torch.manual_seed(0)
     colocate = {"cluster.colocate_split_and_replicate": LAYOUT == "beside"}
@@ -132,7 +138,7 @@ def main() -> None:
     for step, batch in enumerate(epl.data_loader(Samples(), 8, num_workers=num_workers)):
         FAULT.step = step
         if FAULT.place == "between" and FAULT.kind == "leave" and step == STEP and FAULT.rank == RANK:
-            Path("fault").write_text(str(time.time()))
+            _note_fault()
             return
         FAULT.happens_at("between")
         try:
