@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -82,12 +83,22 @@ def _stepped(
 ) -> torch.Tensor:
     """The weight after some steps of an optimizer like this one."""
     weight = nn.Parameter(values.clone())
-    like = type(optimizer)([weight], **optimizer.defaults)
-    like.param_groups[0].update(options)
+    like = _like(optimizer, weight, options)
     for gradient in gradients:
         weight.grad = gradient.clone()
         like.step()
     return weight.detach()
+
+
+def _like(optimizer: Optimizer, weight: nn.Parameter, options: Mapping[str, Any]) -> Optimizer:
+    """Another optimizer of the same class, on one weight, with these options where they are not the defaults."""
+    taken = signature(type(optimizer)).parameters  # AdamW, say, has a default that it does not take
+    takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in taken.values())
+    like = type(optimizer)(
+        [weight], **{key: value for key, value in optimizer.defaults.items() if takes_all or key in taken}
+    )
+    like.param_groups[0].update({**optimizer.defaults, **options})
+    return like
 
 
 def state_factor(optimizers: Sequence[Optimizer]) -> float:
@@ -106,7 +117,7 @@ def _factor(optimizer: Optimizer) -> float:
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     try:
-        like = type(optimizer)([weight], **optimizer.defaults)
+        like = _like(optimizer, weight, {})
         like.step()
     except Exception:  # the user's own class, of another form
         return 2.0
