@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from epl.errors import RunError, StrategyError
+from epl.errors import StrategyError
 from epl.runtime.state_home import StateHome
+from epl.runtime.stepping import replace_step
 
 __all__ = ["apply_in_groups", "refuse_groups", "step_in_groups"]
 
@@ -80,29 +79,18 @@ def _reason(count: int, offload: str) -> tuple[str, str]:
 
 
 def _wrap(optimizer: Optimizer, count: int, home: StateHome | None) -> Callable[[], None]:
-    plain, was_set = optimizer.step, "step" in vars(optimizer)  # schedulers of learning rates set it, too
-
-    @wraps(plain)  # with the mark of a scheduler, which looks for it
-    def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            reason, cure = _reason(count, home.level if home else "")
-            raise RunError(
-                f"{reason}, and {type(optimizer).__name__}.step was given a closure, which would run once for each "
-                f"group; {cure}, or compute the loss before step()"
-            )
-        step_in_groups(optimizer, plain, count, home)
-
-    mine = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a method: schedulers unwrap one
+    reason, cure = _reason(count, home.level if home else "")
+    undo_step = replace_step(
+        optimizer,
+        lambda plain: step_in_groups(optimizer, plain, count, home),
+        reason,
+        f"which would run once for each group; {cure}, or compute the loss before step()",
+    )
 
     def undo() -> None:
         if home is not None:
             home.leave(optimizer)
-        if vars(optimizer).get("step") is not mine:
-            return  # wrapped once more since then
-        if was_set:
-            optimizer.step = plain  # type: ignore[method-assign]
-        else:
-            del optimizer.step
+        undo_step()
 
     return undo
 

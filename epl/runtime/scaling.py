@@ -7,8 +7,6 @@ infinite is agreed on when backward has left it, by all ranks together: no rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from epl.config import Config
-from epl.errors import RunError
 from epl.runtime.loss_scale import LossScale
+from epl.runtime.stepping import replace_step
 from epl.runtime.world import World
 
 __all__ = ["Scaling"]
@@ -99,32 +97,19 @@ class Scaling:
         return undo_all
 
     def _wrap(self, optimizer: Optimizer) -> Callable[[], None]:
-        plain, was_set = optimizer.step, "step" in vars(optimizer)
-
-        @wraps(plain)  # with the mark of a scheduler, which looks for it
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs:
-                raise RunError(
-                    f"amp.dtype is 'fp16', and {type(optimizer).__name__}.step was given a closure, whose gradients may "
-                    "overflow when it is too late to skip the step; compute the loss before step(), or use bf16"
-                )
+        def step(plain: Callable[[], Any]) -> Any:
             self._settle()
             if optimizer in self._skipping:
                 self._skipped.add(optimizer)
                 return None
-            return plain(*args, **kwargs)
+            return plain()
 
-        mine = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-        def undo() -> None:
-            if vars(optimizer).get("step") is not mine:
-                return
-            if was_set:
-                optimizer.step = plain  # type: ignore[method-assign]
-            else:
-                del optimizer.step
-
-        return undo
+        return replace_step(
+            optimizer,
+            step,
+            "amp.dtype is 'fp16'",
+            "whose gradients may overflow too late to skip the step; compute the loss before step(), or use bf16",
+        )
 
     def _settle(self) -> None:
         """Once for the gradients of a step, whichever optimizer comes first."""
