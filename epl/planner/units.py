@@ -211,7 +211,7 @@ def _parts(weights: Sequence[tuple[str, tuple[int, ...]]], count: int) -> list[l
     was_large = False
     for path, shape in reversed(weights):
         is_large = prod(shape) > total / count
-        if parts[-1] and (is_large or was_large or done >= total * len(parts) / count):
+        if parts[-1] and prod(shape) and (is_large or was_large or done >= total * len(parts) / count):
             parts.append([])
         parts[-1].append((path, shape))
         done, was_large = done + prod(shape), is_large

@@ -197,3 +197,22 @@ def test_weights_in_files_have_units_of_one_shard_and_are_lent() -> None:
     assert all(unit.num_shards == 1 and unit.is_lent and unit.home == "disk" for unit in units)
     only = units_of(_plan(1, (), {"offload.level": "disk", "offload.parameters": r"^b\."}), 0)
     assert {slot.path for unit in only for slot in unit.slots} == {"b.weight", "b.bias"}
+
+
+class Empty(nn.Module):
+    """A weight without elements before all others, and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a = nn.Parameter(torch.ones(0)), nn.Linear(7, 7)
+        self.last = nn.Parameter(torch.ones(0, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).square().mean() + self.first.sum() + self.last.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_unit_is_without_elements(level: str) -> None:
+    units = units_of(_plan(3, (), {"zero.level": level}, Empty), 1)
+    assert {slot.path for unit in units for slot in unit.slots} == {"first", "a.weight", "a.bias", "last"}
+    assert all(unit.size for unit in units)
