@@ -23,9 +23,10 @@ class Exchange:
 
     Args:
         world: The ranks.
+        group: Those that take part.
         what: What is waited for, in words.
         works: What has to end.
-        finish: Called with the number of a receive when it has ended.
+        sums: For each of the first works, what is received is added: (to what, what).
     """
 
     def __init__(self, world: World, group: Group, what: str, works: list[Any], sums: list[tuple[Any, Any]]) -> None:
@@ -68,7 +69,7 @@ class ShardTalk:
     def gather(self, whole: torch.Tensor, what: str) -> Exchange:
         """Fill in the shards of the others; this rank's own is in its place already."""
         group, shards = self._group, whole.chunk(self._group.size)
-        if group.handle is None:
+        if group.handle is None or not whole.numel():
             return Exchange(self._world, group, what, [], [])
         with self._world.waiting(what, group.ranks):
             if not self._straight:
@@ -90,7 +91,7 @@ class ShardTalk:
             what: For messages.
         """
         group, shards = self._group, whole.chunk(self._group.size)
-        if group.handle is None:
+        if group.handle is None or not whole.numel():
             return Exchange(self._world, group, what, [], [])
         mine = shards[self._place]
         with self._world.waiting(what, group.ranks):

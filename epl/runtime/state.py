@@ -232,7 +232,8 @@ def gather_state(
     """Every tensor whole, on every rank, under its first name; with ``gradients`` the parameters' gradients."""
     tensors = tensors_by_path(model)
     found: dict[str, torch.Tensor | None] = {}
-    weights.refresh()
+    if not gradients:
+        weights.refresh()
     with torch.no_grad(), world.waiting("the whole model's tensors"):
         for entry in plan.parameters:
             if entry.kind == "buffer" and gradients:
@@ -306,3 +307,4 @@ def load_whole(model: nn.Module, plan: Plan, rank: int, weights: Weights, state:
                 weights.load(path, part)
             else:
                 tensors[path].copy_(part)
+    weights.clear()

@@ -63,6 +63,7 @@ def store(
                 f"offload.level is {config.offload.level!r}, which moves weights or states to host memory, and this rank "
                 "computes on the CPU, whose memory that is. Use 'disk', or leave it out."
             )
+        _refuse_gathers_in_host_memory(world, plan)
         space = _space(world, plan, config) if "disk" in homes else None
         return Weights(world, plan, model, space), space
 
@@ -78,6 +79,19 @@ def store(
         weights.close()
 
     return Stored(weights, home, undo_all)
+
+
+def _refuse_gathers_in_host_memory(world: World, plan: Plan) -> None:
+    """Accelerators talk about their own memory: what is stored elsewhere and whole cannot be gathered there."""
+    wrong = [
+        unit for unit in units_of(plan, world.rank) if unit.home != "device" and unit.num_shards > 1 and not unit.is_cut
+    ]
+    if wrong and world.device.type != "cpu":
+        raise ConfigError(
+            f"zero.level is {plan.zero!r}, and {wrong[0].slots[0].path} is stored whole outside of the accelerator, where "
+            "its ranks cannot gather it. Use zero.level 'v2', and leave weights that are tied over stages out of "
+            "offload.parameters."
+        )
 
 
 def _space(world: World, plan: Plan, config: Config) -> DiskSpace:

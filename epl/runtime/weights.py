@@ -67,13 +67,13 @@ class Weights:
         self._coming: dict[int, Exchange] = {}  # updates on their way
         self._whole: dict[int, Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
-        self._model = model
         talks = _talks(world, plan)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
         if any(stored.unit.num_shards > 1 for stored in self.units):
             model.register_state_dict_pre_hook(self._guard)  # for good: the model stays in pieces
+        self._holders = {slot.path: _reader(model, slot.path) for stored in self.units for slot in stored.unit.slots}
         self._places = {
             slot.path: (number, place)
             for number, stored in enumerate(self.units)
@@ -215,7 +215,7 @@ class Weights:
         """
         if not self.units:
             return
-        self.clear()
+        self.settle()
         self._take_in()
         for number, stored in reversed(list(enumerate(self.units))):  # the first weights first
             if stored.unit.num_shards > 1 and not stored.unit.is_cut:
@@ -228,12 +228,11 @@ class Weights:
         Raises:
             RunError: a parameter was replaced, or has another shape now.
         """
-        now = dict(self._model.named_parameters())
         for stored in self.units:
             shard = stored.stored if stored.unit.is_cut else stored.shard_of(stored.stored)
             for slot, parameter, _ in stored.slots():
                 piece = stored.piece_of(slot, shard)
-                is_same = now.get(slot.path) is parameter and parameter.shape == piece.shape
+                is_same = self._holders[slot.path]() is parameter and parameter.shape == piece.shape
                 if not is_same:
                     raise RunError(
                         f"{slot.path} was replaced, or given another shape, and its memory is EPL's: it is stored "
@@ -282,7 +281,7 @@ class Weights:
             self._wait(number)
             self._read = (number, stored.start(self.world.device).get() if stored.unit.is_cut else stored.stored)
         slot = stored.unit.slots[place]
-        return self._read[1][slot.start : slot.stop].view(slot.shape)
+        return self._read[1][slot.start : slot.stop].view(slot.shape).to(self.world.device)
 
     def is_cut(self, path: str) -> bool:
         """True if this rank stores a shard of a weight, and no more."""
@@ -311,7 +310,7 @@ class Weights:
         stored = self.units[number]
         slot, parameter = stored.unit.slots[place], stored.parameters[place]
         if stored.unit.num_shards == 1:
-            return parameter.grad
+            return None if parameter.grad is None else parameter.grad.to(self.world.device)
         flat = torch.zeros(stored.unit.size, dtype=parameter.dtype, device=self.world.device)
         if parameter.grad is not None:
             stored.piece_of(slot, stored.shard_of(flat)).copy_(parameter.grad)
@@ -330,7 +329,13 @@ class Weights:
             stored.piece_of(slot, stored.stored).copy_(stored.cut(slot, whole))
         else:
             stored.stored[slot.start : slot.stop].view(slot.shape).copy_(whole)
-        self.clear()
+
+
+def _reader(model: nn.Module, path: str) -> Callable[[], nn.Parameter | None]:
+    """Tells which parameter a path names now, without a walk through the model."""
+    holder, _, name = path.rpartition(".")
+    own = model.get_submodule(holder)._parameters  # getattr would compute a parametrized weight
+    return lambda: own.get(name)
 
 
 def refuse_odd(model: nn.Module, plan: Plan) -> None:
