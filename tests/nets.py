@@ -9,7 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MLP", "MixedNet", "MixedOutput", "TiedNet", "UNet"]
+__all__ = ["MLP", "Deep", "MixedNet", "MixedOutput", "TiedNet", "UNet"]
+
+
+class Deep(nn.Module):
+    """Square layers whose weights are large beside all else; the output is the loss."""
+
+    def __init__(self, width: int, depth: int, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
 
 
 class MLP(nn.Module):

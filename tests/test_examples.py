@@ -147,6 +147,7 @@ def test_strategies_side_by_side_print_the_losses_of_one_process(tmp_path: Path,
         assert float(ours) == pytest.approx(float(theirs), rel=2e-3), "float32, and batch statistics are summed up"
 
 
+@pytest.mark.slow
 def test_a_t5_over_its_limit_is_refused_and_fits_when_it_is_shared_out_and_in_files(tmp_path: Path):
     script, small = str(EXAMPLES / "large_t5.py"), ("--steps", "2", "--layers", "1", "--limit", "30MiB")
     refused = command(tmp_path, "-m", "epl.cli", "launch", "--nproc", "2", script, *small)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import epl
 from epl.errors import EplError
 from tests.marks import slow
+from tests.nets import Deep
 from tests.parity import Reference, assert_close, loss_of, make_optimizer
 from tests.ranks import launch
 from tests.runtime.odd_nets import tokens_of
@@ -146,20 +147,6 @@ _WIDTH, _DEPTH = 256, 6
 _CAST_BYTES = _WIDTH * _WIDTH * 2
 
 
-class _Deep(nn.Module):
-    """Layers whose weights are large beside all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
-
-
 class _Kept(NamedTuple):
     """What a step has held on one rank."""
 
@@ -171,7 +158,7 @@ class _Kept(NamedTuple):
 
 def _kept(rank: int, config: dict[str, Any]) -> _Kept:
     epl.init(epl.Config({"run.print_plan": False, **config}))
-    model = _Deep()
+    model = Deep(_WIDTH, _DEPTH)
     optimizer = torch.optim.Adam(model.parameters())
     engine = epl.parallelize(model, optimizer)
     batch = torch.ones(4, _WIDTH)
@@ -232,21 +219,25 @@ def _error_of(rank: int, config: dict[str, Any], make: Any) -> str:
         epl.init(epl.Config({"run.print_plan": False, **config}))
         model = make()
         engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        engine.train_step(torch.ones(4, _WIDTH if make is _Deep else 4))
+        engine.train_step(torch.ones(4, _WIDTH if make is _deep else 4))
     except EplError as error:
         return f"{type(error).__name__}: {error}"
     return "it went well"
 
 
+def _deep() -> nn.Module:
+    return Deep(_WIDTH, _DEPTH)
+
+
 @pytest.mark.parametrize(
     ("config", "make", "words"),
     [
-        ({"amp.dtype": "fp16"}, _Deep, "ConfigError: amp.dtype is set, and amp.level is not"),
-        ({"amp.debug_log": True}, _Deep, "ConfigError: amp.debug_log is set, and amp.level is not"),
-        ({"amp.loss_scale": 8.0}, _Deep, "ConfigError: amp.loss_scale is set, and amp.level is not"),
-        ({**BF16, "amp.loss_scale": 8.0}, _Deep, "ConfigError: amp.loss_scale is for amp.dtype='fp16'"),
-        ({"amp.level": "O3"}, _Deep, "ConfigError: .*amp.level: got 'O3'"),
-        ({**FP16, "amp.loss_scale": 0.5}, _Deep, "ConfigError: .*amp.loss_scale: got 0.5"),
+        ({"amp.dtype": "fp16"}, _deep, "ConfigError: amp.dtype is set, and amp.level is not"),
+        ({"amp.debug_log": True}, _deep, "ConfigError: amp.debug_log is set, and amp.level is not"),
+        ({"amp.loss_scale": 8.0}, _deep, "ConfigError: amp.loss_scale is set, and amp.level is not"),
+        ({**BF16, "amp.loss_scale": 8.0}, _deep, "ConfigError: amp.loss_scale is for amp.dtype='fp16'"),
+        ({"amp.level": "O3"}, _deep, "ConfigError: .*amp.level: got 'O3'"),
+        ({**FP16, "amp.loss_scale": 0.5}, _deep, "ConfigError: .*amp.loss_scale: got 0.5"),
         (BF16, _Untraceable, "StrategyError: amp.level='O1' needs the model as a graph.*use torch.autocast in forward"),
     ],
 )
@@ -257,7 +248,7 @@ def test_what_contradicts_itself_is_refused(config: dict[str, Any], make: Any, w
 
 def _notes(rank: int, config: dict[str, Any]) -> str:
     epl.init(epl.Config({"run.print_plan": False, **config}))
-    model = _Deep()
+    model = Deep(_WIDTH, _DEPTH)
     engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return "\n".join(engine.prepare(torch.ones(4, _WIDTH)).notes)
 

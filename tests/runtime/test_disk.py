@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +179,23 @@ def test_a_folder_in_which_no_file_can_be_made_is_named(tmp_path: Path) -> None:
         DiskSpace(str(tmp_path / "file"))
 
 
-def test_a_file_larger_than_this_process_may_write_is_an_error_at_once(tmp_path: Path) -> None:
-    space = DiskSpace(str(tmp_path))
+@contextmanager
+def _files_up_to(size_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
-        with pytest.raises(RunError, match=r"no room for 8.0 MiB more: File too large; .* free there.*ulimit -f"):
-            space.tensor((2 * MIB,), torch.float32)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_larger_than_this_process_may_write_is_an_error_at_once(tmp_path: Path) -> None:
+    space = DiskSpace(str(tmp_path))
+    with (
+        _files_up_to(6 * MIB),
+        pytest.raises(RunError, match=r"no room for 8.0 MiB more: File too large; .* free there.*ulimit -f"),
+    ):
+        space.tensor((2 * MIB,), torch.float32)
     assert space.used_bytes == 0
 
 
@@ -193,7 +203,7 @@ def test_a_full_disk_is_an_error_at_once(tmp_path: Path) -> None:
     """Without blocks from the start, the write to the tensor would end the process with SIGBUS."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "epl-test", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small disk needs the right to mount one")
+        pytest.skip("mounting a file system of 20 MB, to fill it up, takes root: run as root to test a full disk")
     try:
         space = DiskSpace(str(tmp_path))
         kept = space.tensor((3 * MIB,), torch.float32).fill_(1)
@@ -220,13 +230,8 @@ def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path: Path, monke
         (line,) = (line for line in maps if str(tmp_path) in line)
     start, end = (int(each, 16) for each in line.split()[0].split("-"))
     assert end - start >= tensor.nbytes
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, hard))
-    try:
-        with pytest.raises(RunError, match=r"no room for 20.0 MiB more: File too large"):
-            space.tensor((5 * MIB,), torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with _files_up_to(6 * MIB), pytest.raises(RunError, match=r"no room for 20.0 MiB more: File too large"):
+        space.tensor((5 * MIB,), torch.float32)
 
 
 KILLED = """

@@ -16,23 +16,10 @@ import epl
 from epl.errors import EplError
 from epl.planner.units import units_of
 from tests.marks import slow
+from tests.nets import Deep
 from tests.ranks import launch
 
 WIDTH, DEPTH = 128, 6
-
-
-class Deep(nn.Module):
-    """Layers whose weights are large beside all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 class Held(NamedTuple):
@@ -54,7 +41,7 @@ def _bytes(tensors: Any) -> int:
 
 def _held(rank: int, config: dict[str, Any]) -> Held:
     epl.init(epl.Config({"run.print_plan": False, **config}))
-    model = Deep()
+    model = Deep(WIDTH, DEPTH)
     optimizer = torch.optim.Adam(model.parameters())
     engine = epl.parallelize(model, optimizer)
     batch = torch.ones(4, WIDTH)
@@ -141,7 +128,7 @@ def test_a_weight_that_stays_may_be_written_to(config: dict[str, Any]) -> None:
 def _changed(rank: int, config: dict[str, Any]) -> list[float]:
     """The user sets a weight by engine.load_state_dict between steps; the next step sees it."""
     epl.init(epl.Config({"run.print_plan": False, **config}))
-    model = Deep()
+    model = Deep(WIDTH, DEPTH)
     engine = epl.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.0))
     batch = torch.ones(4, WIDTH)
     losses = [float(engine.train_step(batch))]

@@ -12,6 +12,7 @@ from torch import nn
 import epl
 from epl.errors import ConfigError, PlanError, RunError
 from tests.marks import slow
+from tests.nets import Deep
 from tests.ranks import launch
 from tests.runtime.training import Job, check_parity
 
@@ -43,26 +44,12 @@ def test_only_weights_that_a_pattern_names_are_offloaded(pattern: str) -> None:
     check_parity(Job("gpt2", world=2, config={**DISK, "zero.level": "v1", "offload.parameters": pattern}))
 
 
-class _Deep(nn.Module):
-    """Eight layers of a MiB each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
-
-
 _LIMIT = "16MiB"  # Adam needs 8 MiB of weights, of gradients, and 16 of states
 
 
 def _limited(rank: int, config: dict[str, Any]) -> tuple[float, str, float]:
     epl.init(epl.Config({"run.memory_limit": _LIMIT, "run.print_plan": False, **config}))
-    model = _Deep()
+    model = Deep(512, 8, bias=False)
     engine = epl.parallelize(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank))
     try:

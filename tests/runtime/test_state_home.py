@@ -352,7 +352,10 @@ def test_the_peak_of_a_step_is_as_predicted(name: str, kind: str, how: str, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(
+    not torch.accelerator.is_available(),
+    reason="torch.accelerator finds none, and pinned memory and streams of copies are there on one only",
+)
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw amsgrad", "adagrad"])
 def test_on_an_accelerator_states_are_pinned_between_steps_and_numbers_are_the_same(kind: str) -> None:
     device = torch.accelerator.current_accelerator()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def _trained(rank: int, config: dict[str, Any], how: str) -> list[float]:
     epl.init(epl.Config({"run.print_plan": False, **config}))
     model = _Net().double()
     engine = epl.parallelize(model) if how == "own" else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = _adamw(model.parameters())
     engine = engine or epl.parallelize(model, optimizer)
     edit = {"half": _half, "memory": _new_memory, "own": _half}[how]
     losses: list[float] = []
@@ -67,27 +68,44 @@ def _trained(rank: int, config: dict[str, Any], how: str) -> list[float]:
     return losses
 
 
-def _expected(how: str) -> list[float]:
+def _plain(
+    num_steps: int, make: Callable[[Any], torch.optim.Optimizer], after: Callable[..., list[float]]
+) -> list[float]:
+    """Losses of plain training; ``after`` gives more of them after each step."""
     model = _Net().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make(model.parameters())
     losses: list[float] = []
-    for step in range(3):
+    for step in range(num_steps):
         optimizer.zero_grad()
         loss = model(_batch(step))
         loss.backward()
         optimizer.step()
-        losses += [loss.item(), model(_batch(step)).item()]
-        if step == 1:
-            _half(list(model.parameters()))
-            losses.append(model(_batch(step)).item())
+        losses += [loss.item(), *after(model, step)]
     return losses
+
+
+def _evaluated(model: _Net, step: int) -> list[float]:
+    losses = [model(_batch(step)).item()]
+    if step == 1:
+        _half(list(model.parameters()))
+        losses.append(model(_batch(step)).item())
+    return losses
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
 
 
 @pytest.mark.parametrize("how", ["half", "memory", "own"])
 @pytest.mark.parametrize("config", LEVELS)
 def test_weights_that_the_user_changes_are_those_of_the_next_call(config: dict[str, Any], how: str) -> None:
+    expected = _plain(3, _adamw, _evaluated)
     for losses in launch(2, _trained, config, how):
-        assert losses == pytest.approx(_expected(how), rel=1e-9)
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 class _Shares(_Net):
@@ -154,14 +172,14 @@ def test_what_would_be_lost_in_silence_is_refused(what: str, config: dict[str, A
 def _resumed(rank: int, config: dict[str, Any]) -> list[float]:
     """Two steps; then a whole state of the optimizer, as one process has it, is loaded, and two more follow."""
     plain = _Net().double()
-    theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    theirs = _adam(plain.parameters())
     for step in range(2):
         theirs.zero_grad()
         plain(_batch(step)).backward()
         theirs.step()
     epl.init(epl.Config({"run.print_plan": False, **config}))
     model = _Net().double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = _adam(model.parameters())
     engine = epl.parallelize(model, optimizer)
     engine.train_step(_batch(9).chunk(2)[rank])
     engine.load_state_dict(plain.state_dict())
@@ -171,14 +189,6 @@ def _resumed(rank: int, config: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("config", LEVELS)
 def test_whole_states_may_be_loaded_into_optimizers_of_pieces(config: dict[str, Any]) -> None:
-    plain = _Net().double()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
-    expected: list[float] = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = plain(_batch(step))
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = _plain(5, _adam, lambda *_: [])
     for losses in launch(2, _resumed, config):
         assert losses == pytest.approx(expected[2:], rel=1e-9)
