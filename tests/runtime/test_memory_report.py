@@ -132,7 +132,9 @@ def test_what_ranks_share_out_halve_and_store_elsewhere_is_predicted_by_category
     name: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
     *_, later = _check(_job(name, **{"world": 2, **options}, config=config))
-    for rank in later.ranks:  # of a first step the profiler cannot tell states from temporaries: both are made within it
+    for (
+        rank
+    ) in later.ranks:  # of a first step the profiler cannot tell states from temporaries: both are made within it
         _check_categories(rank)
 
 
