@@ -46,7 +46,7 @@ def compare(folder: Path, *curves: Path) -> subprocess.CompletedProcess[str]:
 WAYS = {"one": (1, "dp", 4), "dp": (2, "dp", 2), "pipeline": (2, "pipeline", 4), "split": (2, "split", 4)}
 
 
-@pytest.mark.parametrize("others", ["pipeline", *slow("dp split")])
+@pytest.mark.parametrize("others", slow("pipeline", "dp split"))
 def test_bert_has_one_curve_whatever_the_strategy(tmp_path: Path, others: str):
     """A wrong gradient shows from the second step on; other dropout or other masks in the first."""
     runs = {name: WAYS[name] for name in ("one", *others.split())}

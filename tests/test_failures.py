@@ -80,9 +80,16 @@ def assert_soon(failed: Failed, limit_s: float = LIMIT_S) -> None:
     ("place", "kind", "rank", "code", "reason"),
     [
         ("forward", "kill", 2, 137, "rank 2 was killed by SIGKILL"),
-        ("backward", "raise", 1, 1, "ValueError: a planted fault"),
+        pytest.param("backward", "raise", 1, 1, "ValueError: a planted fault", marks=slow),
         pytest.param("capture", "exit", 3, 3, "rank 3 failed with exit code 3", marks=slow),
-        ("loader", "kill", 3, 1, r"DataLoader worker \(pid.* (killed by signal: Killed|exited unexpectedly)"),
+        pytest.param(
+            "loader",
+            "kill",
+            3,
+            1,
+            r"DataLoader worker \(pid.* (killed by signal: Killed|exited unexpectedly)",
+            marks=slow,
+        ),
         pytest.param("capture", "raise", 2, 1, "rank 2 failed with .*ValueError: a planted fault", marks=slow),
         pytest.param("capture", "kill", 0, 137, "rank 0 was killed by SIGKILL", marks=slow),
         pytest.param("forward", "exit", 1, 3, "rank 1 failed with exit code 3", marks=slow),

@@ -99,6 +99,7 @@ def test_two_hosts_train_as_one_process_does(hosts: list[str], tmp_path: Path) -
     assert losses(first.out) == pytest.approx(losses(plain.out), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_one_host_ends_both(hosts: list[str], tmp_path: Path) -> None:
     with two_hosts(hosts, tmp_path, "forward", "kill", 1) as jobs:
         ended = all_gone(jobs, jobs[0].fault_s())

@@ -22,7 +22,7 @@ from tests.passes.mixed import Mixed, gradients
 from tests.program.local_run import Lowered, lower_captured, run_stages
 from tests.zoo import CASES, annotate
 
-LARGE = ("gpt2", "llama", "bart", "vit", "unet", "mlp", "none_int")
+LARGE = ("mixtral", "gpt2", "llama", "bart", "vit", "unet", "mlp", "none_int")
 # Operators that autocast on a CPU leaves alone, and on a GPU does not, may come out nearer here or farther; measured on
 # these models: between 0.8 and 1.1 times autocast's distance. A missing cast of a loss or a sum makes it several times.
 FACTOR = 1.5

@@ -14,10 +14,12 @@ from epl.loss import loss_step
 from epl.planner.batch_cuts import batch_cuts
 from epl.planner.make import make_plan
 from epl.planner.taskgraphs import build_taskgraphs
+from tests.marks import slow
 from tests.zoo import CASES, annotate
 
 COLOCATE = {"cluster.colocate_split_and_replicate": True}
-NAMES = [name for name, case in CASES.items() if 2 in case.stages]
+LARGE = ("bart", "t5", "bert", "llama", "mixtral", "gpt2")
+NAMES = [name for name, case in CASES.items() if 2 in case.stages and name not in LARGE]
 MASKS = {"bert": "bert index", "t5": "encoder index", "bart": "model.encoder index"}  # of padding, looked up by sample
 
 
@@ -32,7 +34,7 @@ def graph_of(name: str) -> Graph:
     return build_taskgraphs(capture(model, loss_step(case.loss_fn), batch).graph, colocate=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *slow(*LARGE)])
 def test_nothing_that_could_work_on_a_part_of_the_batch_runs_whole(name: str) -> None:
     graph = graph_of(name)
     plan = make_plan(graph, Cluster((2,)), epl.Config(COLOCATE))

@@ -14,7 +14,7 @@ from tests.marks import slow
 from tests.program.local_run import check_lowered, check_parity, lower_captured
 from tests.zoo import CASES, annotate
 
-SLOW = ("llama", "gpt2", "bart", "resnet", "unet")  # as pipelines they are trained in tests/runtime
+SLOW = ("mixtral", "llama", "gpt2", "bart", "resnet", "unet")  # as pipelines they are trained in tests/runtime
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *slow(*SLOW)])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import epl
+from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch
 from tests.runtime.odd_nets import Chain, Mixture, Tagger, TiedTagger, Uncapturable, Unused, batch_of, draw, tokens_of
@@ -49,7 +50,7 @@ def test_parameter_groups_and_several_optimizers(optimize: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- buckets
 
 
-@pytest.mark.parametrize("num_communicators", [1, 3])
+@pytest.mark.parametrize("num_communicators", [3, *slow(1)])
 def test_any_number_of_buckets_and_communicators(num_communicators: int) -> None:
     """From one bucket for everything to more buckets than parameters."""
     problem = Problem(partial(seeded, Chain), [batch_of(8, seed) for seed in range(2)])
@@ -187,7 +188,7 @@ def sparse_adam(model: nn.Module) -> list[Optimizer]:
 SPARSE_WAYS = (Way(2, micro_batches=2), Way(3), Way(1, micro_batches=2))
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("as_dense", [False, *slow(True)])
 @pytest.mark.parametrize("make", [Tagger, TiedTagger])
 def test_sparse_embeddings_with_sgd(make: Any, as_dense: bool) -> None:
     """The tied one gets a dense gradient from its other use, on another stage under a pipeline."""

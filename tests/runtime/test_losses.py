@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import epl
+from tests.marks import slow
 from tests.parity import assert_close
 from tests.ranks import launch, launch_expecting_errors
 from tests.runtime.odd_nets import Chain, Tagger, TiedTagger, batch_of, tokens_of
@@ -35,7 +36,7 @@ def element_loss(model: Any, batch: Any) -> epl.SumLoss:
     return epl.SumLoss(total, batch["tokens"].numel())
 
 
-@pytest.mark.parametrize("make", [Tagger, TiedTagger])
+@pytest.mark.parametrize("make", [TiedTagger, *slow(Tagger)])
 def test_a_sum_over_a_count_is_exact_however_unequal_the_parts(make: Any) -> None:
     """One micro-batch in three has no label at all; the replicas' counts differ."""
     problem = Problem(partial(seeded, make), [tokens_of(7, seed) for seed in range(3)], token_loss)

@@ -76,6 +76,7 @@ def slurm_task(folder: Path, task: int, *fault: str) -> AbstractContextManager[J
     return started(folder, FAULTY, *fault, environment=environment)
 
 
+@pytest.mark.slow
 def test_a_step_of_slurm_trains_without_any_other_variable(tmp_path: Path) -> None:
     """As srun would start it: one process a task, and nothing but its own variables."""
     with contextlib.ExitStack() as stack:

@@ -200,7 +200,7 @@ def look(rank: int, problem: Problem, way: Way) -> list[Looked]:
 
 
 @pytest.mark.parametrize("name", ["bert", *slow("t5", "vit")])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [2, *slow(1)])
 def test_forward_passes_return_the_models_own_output_for_this_replicas_batch(name: str, num_stages: int) -> None:
     """Per-sample tensors are whole again whatever the micro-batches, and every rank of a replica has them."""
     case = CASES[name]

@@ -49,7 +49,7 @@ def train_seeded(rank: int, problem: Problem, way: Way) -> Outcome:
     return train_one(rank, problem, way)
 
 
-@pytest.mark.parametrize("name", ["bert", "lstm", *slow("mlp", "gpt2")])
+@pytest.mark.parametrize("name", ["lstm", *slow("bert", "mlp", "gpt2")])
 def test_plans_that_cut_the_batch_at_the_same_places_draw_the_same_masks(name: str) -> None:
     """Accumulation, data parallelism, devices of one TaskGraph, pipelines, and both: four parts of two samples."""
     problem, cuts = problem_of(name)
@@ -62,7 +62,7 @@ def test_plans_that_cut_the_batch_at_the_same_places_draw_the_same_masks(name: s
         assert_close(outcome, outcomes[0], CASES[name].accuracy(torch.float64) if name in CASES else torch.float64)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *slow(True)])
 @pytest.mark.parametrize("name", ["bert", *slow("gpt2")])
 def test_recomputed_segments_draw_again_what_they_drew(name: str, reentrant: bool) -> None:
     """With dropout on, a segment that drew new masks would have other gradients than one that is not recomputed."""
@@ -114,7 +114,7 @@ def own_numbers(rank: int, name: str) -> list[tuple[float, float, float]]:
     return drawn
 
 
-@pytest.mark.parametrize("name", ["mlp", "bart"])
+@pytest.mark.parametrize("name", ["mlp", *slow("bart")])
 def test_a_step_leaves_the_users_own_random_numbers_alone(name: str) -> None:
     """Neither the capture, which runs the model for real where it branches on data (bart), nor a step draws from them."""
     for drawn in launch(2, own_numbers, name):
@@ -136,6 +136,7 @@ def verify_all(rank: int, jobs: list[tuple[Problem, Way]]) -> list[tuple[bool, i
     return reports
 
 
+@pytest.mark.slow
 def test_verify_passes_with_dropout_and_batch_normalisation() -> None:
     """The plain model is given the same parts and the same masks, and the report says so."""
     jobs = []
