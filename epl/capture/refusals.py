@@ -55,7 +55,7 @@ def refuse_hooks(model: nn.Module) -> None:
         for path, module in model.named_modules()
         for kind in _MODULE_HOOKS
         for hook in getattr(module, kind, {}).values()
-        if not getattr(hook, "__qualname__", "").endswith(_HARMLESS_HOOKS)
+        if not (_is_own(hook) or getattr(hook, "__qualname__", "").endswith(_HARMLESS_HOOKS))
     ]
     if on_modules:
         raise CaptureError(bulleted("hooks would run at capture only, not at each step; remove them:", on_modules))
@@ -77,7 +77,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """EPL's reducer is told by hooks when a gradient is there."""
+    """EPL's reducer is told by hooks when a gradient is there, and a hook keeps a spread model from being called."""
     code = getattr(inspect.unwrap(getattr(hook, "func", hook)), "__code__", None)
     return code is not None and code.co_filename.startswith(OWN)
 

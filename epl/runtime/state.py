@@ -19,7 +19,8 @@ import torch.nn as nn
 from epl.errors import RunError, bulleted
 from epl.planner.plan import ParameterPlan, Plan
 from epl.runtime.agree import agree_on, all_succeed, content_of
-from epl.runtime.weights import CUT, Weights
+from epl.runtime.guard import CUT, is_whole
+from epl.runtime.weights import Weights
 from epl.runtime.world import Group, World
 from epl.sharding.placements import join_shards, local_shape, parse_placement, take_shard
 
@@ -88,19 +89,13 @@ def make_equal(world: World, model: nn.Module) -> bool:
 
 def _refuse_released(model: nn.Module) -> None:
     tensors = tensors_by_path(model)
-    released = [path for path, tensor in tensors.items() if _is_released(tensor) or hasattr(tensor, CUT)]
+    released = [path for path, tensor in tensors.items() if not is_whole(tensor)]
     if released:
         raise RunError(
             f"an earlier engine has spread this model over the ranks, and this rank does not hold {released[0]} and "
             f"{len(released) - 1} more of its tensors. Build the model anew; to keep the weights, take "
             "engine.state_dict() from the earlier engine before it is closed, and load it into the new model."
         )
-
-
-def _is_released(tensor: torch.Tensor) -> bool:
-    """True for what `release` leaves: one NaN, expanded."""
-    expanded = tensor.numel() > 1 and not any(tensor.stride())
-    return expanded and tensor.is_floating_point() and bool(tensor.detach().flatten()[0].isnan())
 
 
 def _fingerprint(tensors: list[torch.Tensor]) -> int:

@@ -141,7 +141,8 @@ def verify_step(trial: Trial, batch: Any, tolerance: float | None) -> Report:
             return None
         whole = {path: tensor for path, tensor in weights.items() if tensor is not None}
         setting = Setting(world, plan, ran.graph, runner.base_seed, step)
-        reference = plain_step(model, trial.loss_fn, whole, batches, setting)
+        with runner.weights.reading():  # what is copied meanwhile refuses nothing
+            reference = plain_step(model, trial.loss_fn, whole, batches, setting)
         report = compare(reference, ran.loss, gradients, plan, tolerance)
         return replace(report, differences=(*stale, *report.differences))
 

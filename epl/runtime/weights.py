@@ -8,8 +8,8 @@ tells shape and type, and takes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,30 +22,16 @@ from epl.planner.plan import Plan
 from epl.planner.units import Unit, shared_out, units_of
 from epl.program.unit_memory import looks_ahead
 from epl.runtime.disk import DiskSpace
+from epl.runtime.guard import CUT, Guard, is_whole
 from epl.runtime.lane import Lane
 from epl.runtime.shards import Exchange, ShardTalk
 from epl.runtime.stored_unit import Arriving, StoredUnit
 from epl.runtime.world import World
 from epl.stage.leases import UnitCache
 
-__all__ = ["CUT", "Weights", "refuse_odd"]
+__all__ = ["Weights", "refuse_odd"]
 
-CUT = "_epl_cut"  # on a tensor of which this rank holds a part: its shape is no longer that of the model's code
 _Talks = dict[tuple[int, ...], tuple[ShardTalk, ShardTalk]]  # by ranks: for weights and for gradients
-
-
-class _Guard:
-    """Refuses ``model.state_dict()``; it knows nothing of ranks, so that a model with it can be copied."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def __call__(self, *_: object) -> None:
-        if not self.is_open:
-            raise RunError(
-                "the model's weights are shared out over the ranks, and its own state_dict() would have this rank's pieces "
-                "of them. Call engine.state_dict() on all ranks."
-            )
 
 
 class Weights:
@@ -63,7 +49,7 @@ class Weights:
         self.num_updates = 0
         self._caches: dict[tuple[int, ...], UnitCache] = {}
         self._handles: list[Any] = []
-        self._guard, self._has_warned = _Guard(), False
+        self._guard, self._has_warned = Guard(), False
         self._coming: dict[int, Exchange] = {}  # updates on their way
         self._whole: dict[int, Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
@@ -71,8 +57,8 @@ class Weights:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
-        if any(stored.unit.num_shards > 1 for stored in self.units):
-            model.register_state_dict_pre_hook(self._guard)  # for good: the model stays in pieces
+        if not all(is_whole(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            self._guard.put_on(model)
         self._holders = {slot.path: _reader(model, slot.path) for stored in self.units for slot in stored.unit.slots}
         self._places = {
             slot.path: (number, place)
@@ -295,14 +281,9 @@ class Weights:
         """Let go of what `whole` has brought."""
         self._read = None
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """While it lasts, the model's own ``state_dict()`` may be called, for its names."""
-        self._guard.is_open = True
-        try:
-            yield
-        finally:
-            self._guard.is_open = False
+        return self._guard.open()
 
     def whole_gradient(self, path: str) -> torch.Tensor | None:
         """The same of a gradient; None if no rank has one."""

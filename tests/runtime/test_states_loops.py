@@ -273,7 +273,7 @@ def test_verify_and_forward_see_fresh_weights_and_state_dict_is_refused(config: 
     assert sum(output for output, _ in losses) / 2 == pytest.approx(losses[0][1], rel=1e-12)
     for report, _, said in outcomes:
         assert "loss" in report
-        assert re.search(r"pieces of them\. Call engine\.state_dict\(\) on all ranks", said), said
+        assert re.search(r"parts of them\. Call engine\.state_dict\(\) on all ranks", said), said
 
 
 FAULTY = str(ROOT / "tests" / "faulty.py")
