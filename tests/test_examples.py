@@ -123,8 +123,8 @@ BESIDE = {
     "tensor_parallel.py": ("--steps", "8", "--layers", "2", "--hidden", "32"),
 }
 RUNS = [  # script, ranks, further arguments
-    ("moe_pretrain.py", 2, ()),
     *slow(
+        ("moe_pretrain.py", 2, ()),
         ("moe_pretrain.py", 4, ("--expert-ranks", "2")),
         ("large_classification.py", 2, ()),
         ("tensor_parallel.py", 2, ("--stages", "1")),

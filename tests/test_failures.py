@@ -112,6 +112,7 @@ def test_a_rank_that_ends_badly_ends_all_and_is_named(
     assert_soon(failed)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_ever_is_named_with_its_instruction(tmp_path: Path) -> None:
     """Both jobs wait for the same limit at the same time. A rank that is named wrongly is one that only waits, too."""
     with (

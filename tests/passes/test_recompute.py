@@ -24,6 +24,7 @@ from epl.planner.make import make_plan
 from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.lower import LoweredStage, lower_stage
 from epl.stage.saved import memory_of
+from tests.marks import slow
 from tests.zoo import CASES, annotate
 
 AUTO = {"gradient_checkpoint.type": "auto", "gradient_checkpoint.extra_compute": 1.0}
@@ -44,8 +45,8 @@ def lowered(graph: Graph, world: int, config: dict[str, Any]) -> LoweredStage:
     return lower_stage(graph, make_plan(graph, Cluster((world,)), epl.Config(config)), 0)
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", ["bert", *slow("resnet")])
+@pytest.mark.parametrize("num_ranks", [2, *slow(3)])
 def test_what_talks_to_other_ranks_is_in_no_segment(name: str, num_ranks: int) -> None:
     stage = lowered(graph_of(name, split=num_ranks), num_ranks, AUTO).stage
     _, about = memory_of(stage, num_ranks, 0)

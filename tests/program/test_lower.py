@@ -27,6 +27,7 @@ from epl.planner.taskgraphs import build_taskgraphs
 from epl.program.instructions import Backward, FinishReduce, Forward, Free, PostReceive, Program, Send, StartReduce
 from epl.program.lower import LoweredStage, lower_stage, lower_step
 from epl.schedule import SCHEDULE_NAMES, Kind, forward_only, generate
+from tests.marks import slow
 from tests.program.local_run import lower
 from tests.program.staged import batch_of, staged
 from tests.zoo import CASES, annotate
@@ -140,7 +141,10 @@ def check_messages(graph: Graph, plan: Plan, replica: int, schedule: str) -> Non
     assert any(kind is Kind.BACKWARD for *_, kind in sent)
 
 
-@pytest.mark.parametrize("name", CASES)
+LARGE = ("bart", "mixtral", "vit", "llama", "bert", "gpt2", "resnet")
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in LARGE), *slow(*LARGE)])
 def test_every_send_has_its_receive_in_the_same_order(name: str) -> None:
     for graph in graphs_of(name):
         plan = make_plan(graph, Cluster((2 * len(graph.tasks),)), Config())

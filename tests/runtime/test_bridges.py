@@ -95,6 +95,7 @@ def test_replicated_stages_beside_split_ones() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_replicas_of_a_pipeline_of_different_numbers() -> None:
     check(chain(9), Way(6, HALVES, devices=(2, 1), micro_batches=2), Way(6, HALVES, devices=(1, 2), split=(1,)))
 

@@ -101,7 +101,7 @@ def test_fewer_experts_than_devices_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.parametrize("world", [2, 4, *slow(3, 8)])
+@pytest.mark.parametrize("world", [2, *slow(3, 4, 8)])
 def test_experts_over_the_ranks_that_replicate_the_rest(world: int) -> None:
     check(problem(), Way(world, EXPERTS, devices=world, split=(1,), config=COLOCATE))
 
@@ -188,6 +188,7 @@ def test_experts_without_tokens() -> None:
     assert (gradients.flatten(1).abs().sum(1) == 0).sum() >= 4, "most experts get no token here"
 
 
+@pytest.mark.slow
 def test_a_last_batch_that_does_not_divide() -> None:
     batches = [tokens_of(8), tokens_of(5, 1), tokens_of(1, 2)]
     uneven = Problem(partial(seeded, Model), batches)

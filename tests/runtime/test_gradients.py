@@ -189,7 +189,7 @@ SPARSE_WAYS = (Way(2, micro_batches=2), Way(3), Way(1, micro_batches=2))
 
 
 @pytest.mark.parametrize("as_dense", [False, *slow(True)])
-@pytest.mark.parametrize("make", [Tagger, TiedTagger])
+@pytest.mark.parametrize("make", [TiedTagger, *slow(Tagger)])
 def test_sparse_embeddings_with_sgd(make: Any, as_dense: bool) -> None:
     """The tied one gets a dense gradient from its other use, on another stage under a pipeline."""
     batches = [tokens_of(6, seed) for seed in range(3)]

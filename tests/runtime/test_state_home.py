@@ -323,7 +323,7 @@ def _measured_peak(optimizer: Optimizer, home: StateHome) -> int:
     return peak
 
 
-@pytest.mark.parametrize("how", ["foreach", "fused", "neither"])
+@pytest.mark.parametrize("how", ["foreach", *slow("fused", "neither")])
 @pytest.mark.parametrize("kind", ["adam", *slow("sgd", "adagrad", "rmsprop")])
 @pytest.mark.parametrize("name", ["disk", "host", "some"])
 def test_the_peak_of_a_step_is_as_predicted(name: str, kind: str, how: str, tmp_path: Path) -> None:
