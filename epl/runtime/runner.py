@@ -184,6 +184,7 @@ class Runner:
     @contextlib.contextmanager
     def _context(self, kind: str, parts: Sequence[_Part]) -> Any:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.weights.reading())  # a model without a graph is run as it is, with whole weights
             if kind != "train":
                 stack.enter_context(torch.no_grad())
             if any(op.random is not None for part in parts for op in part.variant.graph.ops):

@@ -282,7 +282,7 @@ class Weights:
         self._read = None
 
     def reading(self) -> AbstractContextManager[None]:
-        """While it lasts, the model's own ``state_dict()`` may be called, for its names."""
+        """While it lasts, the model may be run and its own ``state_dict()`` called: for a capture, for names."""
         return self._guard.open()
 
     def whole_gradient(self, path: str) -> torch.Tensor | None:
