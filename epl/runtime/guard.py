@@ -21,7 +21,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
     if hasattr(tensor, CUT):
         return False
     is_expanded = tensor.numel() > 1 and not any(tensor.stride())
-    return not (is_expanded and tensor.is_floating_point() and bool(tensor.detach().flatten()[0].isnan()))
+    return not (is_expanded and tensor.is_floating_point() and bool(tensor.detach()[(0,) * tensor.ndim].isnan()))
 
 
 class Guard:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from epl.errors import RunError
+from epl.runtime.guard import CUT, is_whole
 from tests.ranks import launch
 from tests.runtime.odd_nets import Chain, batch_of
 from tests.runtime.problems import Problem, Way, my_share, seeded, start, user_model
@@ -66,8 +67,6 @@ def test_a_model_that_each_rank_has_whole_may_be_used_as_before(config: dict[str
 
 
 def test_whole_tensors_are_whole() -> None:
-    from epl.runtime.guard import CUT, is_whole
-
     cut = torch.ones(2)
     setattr(cut, CUT, True)
     assert not is_whole(cut)
@@ -79,3 +78,8 @@ def test_whole_tensors_are_whole() -> None:
         torch.zeros((), dtype=torch.int64),
     ]
     assert all(is_whole(tensor) for tensor in wholes)
+
+
+def test_looking_at_a_released_tensor_takes_no_memory_of_its_shape() -> None:
+    released = torch.full((), float("nan")).expand(1 << 20, 1 << 20)  # 4 TiB
+    assert not is_whole(released)
