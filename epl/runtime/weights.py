@@ -53,13 +53,13 @@ class Weights:
         self._coming: dict[int, Exchange] = {}  # updates on their way
         self._whole: dict[int, Arriving] = {}  # of a step in which all are here
         self._read: tuple[int, torch.Tensor] | None = None
+        self._model = model
         talks = _talks(world, plan)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             self.units = tuple(self._store(unit, parameters, talks) for unit in units_of(plan, world.rank))
         if not all(is_whole(tensor) for tensor in (*model.parameters(), *model.buffers())):
             self._guard.put_on(model)
-        self._holders = {slot.path: _reader(model, slot.path) for stored in self.units for slot in stored.unit.slots}
         self._places = {
             slot.path: (number, place)
             for number, stored in enumerate(self.units)
@@ -214,11 +214,12 @@ class Weights:
         Raises:
             RunError: a parameter was replaced, or has another shape now.
         """
+        now = dict(self._model.named_parameters())  # a module may have been replaced, too
         for stored in self.units:
             shard = stored.stored if stored.unit.is_cut else stored.shard_of(stored.stored)
             for slot, parameter, _ in stored.slots():
                 piece = stored.piece_of(slot, shard)
-                is_same = self._holders[slot.path]() is parameter and parameter.shape == piece.shape
+                is_same = now.get(slot.path) is parameter and parameter.shape == piece.shape
                 if not is_same:
                     raise RunError(
                         f"{slot.path} was replaced, or given another shape, and its memory is EPL's: it is stored "
@@ -310,13 +311,6 @@ class Weights:
             stored.piece_of(slot, stored.stored).copy_(stored.cut(slot, whole))
         else:
             stored.stored[slot.start : slot.stop].view(slot.shape).copy_(whole)
-
-
-def _reader(model: nn.Module, path: str) -> Callable[[], nn.Parameter | None]:
-    """Tells which parameter a path names now, without a walk through the model."""
-    holder, _, name = path.rpartition(".")
-    own = model.get_submodule(holder)._parameters  # getattr would compute a parametrized weight
-    return lambda: own.get(name)
 
 
 def refuse_odd(model: nn.Module, plan: Plan) -> None:

@@ -145,6 +145,9 @@ def _refused(rank: int, config: dict[str, Any], what: str) -> str:
         if what == "replaced":
             model.first.bias = nn.Parameter(torch.zeros(12))
             engine.train_step(batch)
+        if what == "module":
+            model.first = copy.deepcopy(model.first)
+            engine.train_step(batch)
         if what == "closed":
             engine.close()
             model.state_dict()
@@ -161,6 +164,7 @@ def _refused(rank: int, config: dict[str, Any], what: str) -> str:
         ("decay", {"zero.level": "v0"}, "StrategyError: _DecaysMatrices looks at a whole weight"),
         ("closure", {"amp.level": "O1", "amp.dtype": "fp16"}, "RunError: amp.dtype is 'fp16', and SGD.step was given"),
         ("replaced", {"zero.level": "v2"}, "RunError: first.bias was replaced"),
+        ("module", {"zero.level": "v1"}, r"RunError: first\.\w+ was replaced"),
         ("closed", {"zero.level": "v1"}, "RunError: .*engine.state_dict()"),
     ],
 )
