@@ -25,7 +25,7 @@ from epl.runtime.weights import Weights, refuse_odd
 from epl.runtime.world import World
 from epl.units import size_bytes_of, size_text
 
-__all__ = ["Stored", "store"]
+__all__ = ["Stored", "refuse_gathers_in_host_memory", "store"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def store(
                 f"offload.level is {config.offload.level!r}, which moves weights or states to host memory, and this rank "
                 "computes on the CPU, whose memory that is. Use 'disk', or leave it out."
             )
-        _refuse_gathers_in_host_memory(world, plan)
+        refuse_gathers_in_host_memory(world, plan)
         space = _space(world, plan, config) if "disk" in homes else None
         return Weights(world, plan, model, space), space
 
@@ -81,7 +81,7 @@ def store(
     return Stored(weights, home, undo_all)
 
 
-def _refuse_gathers_in_host_memory(world: World, plan: Plan) -> None:
+def refuse_gathers_in_host_memory(world: World, plan: Plan) -> None:
     """Accelerators talk about their own memory: what is stored elsewhere and whole cannot be gathered there."""
     wrong = [
         unit for unit in units_of(plan, world.rank) if unit.home != "device" and unit.num_shards > 1 and not unit.is_cut

@@ -70,7 +70,7 @@ def _planned(
     return make_plan(graph, Cluster((num_devices,)), settings)
 
 
-def _plan(
+def plan_of(
     num_devices: int, cuts: Sequence[str] = (), config: dict[str, Any] | None = None, make: type[nn.Module] = Net
 ) -> Plan:
     return _planned(num_devices, tuple(cuts), make, tuple((config or {}).items()))
@@ -104,7 +104,7 @@ PLANS: list[Any] = [
 def test_every_element_of_every_weight_is_in_one_shard_of_each_of_its_groups(
     num_devices: int, cuts: Sequence[str], level: str
 ) -> None:
-    plan = _plan(num_devices, cuts, {"zero.level": level})
+    plan = plan_of(num_devices, cuts, {"zero.level": level})
     groups = {unit.ranks for rank in range(num_devices) for unit in units_of(plan, rank)}
     assert groups
     for ranks in groups:
@@ -129,7 +129,7 @@ def _is_of(plan: Plan, rank: int, path: str, ranks: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize(("num_devices", "cuts"), PLANS)
 def test_ranks_of_a_unit_see_the_same_unit_in_the_same_order(num_devices: int, cuts: Sequence[str], level: str) -> None:
     """Shards are equal, slots do not overlap, and no rank waits for one that meets over another unit first."""
-    plan = _plan(num_devices, cuts, {"zero.level": level})
+    plan = plan_of(num_devices, cuts, {"zero.level": level})
     everywhere: dict[tuple[int, ...], list[list[Unit]]] = {}
     for rank in range(num_devices):
         units = units_of(plan, rank)
@@ -157,7 +157,7 @@ def _check_unit(unit: Unit) -> None:
 
 
 def test_states_are_shared_by_v0_gradients_by_v1_and_weights_by_v2() -> None:
-    found = {level: units_of(_plan(2, (), {"zero.level": level}), 0) for level in LEVELS}
+    found = {level: units_of(plan_of(2, (), {"zero.level": level}), 0) for level in LEVELS}
     trained = {level: [unit for unit in units if unit.is_trained] for level, units in found.items()}
     assert {level: {(u.num_shards, u.each_backward, u.is_cut) for u in units} for level, units in trained.items()} == {
         "v0": {(2, False, False)},
@@ -171,7 +171,7 @@ def test_states_are_shared_by_v0_gradients_by_v1_and_weights_by_v2() -> None:
 
 
 def test_tied_weights_over_stages_are_not_cut() -> None:
-    plan = _plan(4, ("a", "c"), {"zero.level": "v2"}, Tied)
+    plan = plan_of(4, ("a", "c"), {"zero.level": "v2"}, Tied)
     tied = [unit for rank in range(4) for unit in units_of(plan, rank) if unit.is_tied]
     assert tied
     assert all(not unit.is_cut and not unit.each_backward and len(unit.ranks) == 4 for unit in tied)
@@ -179,23 +179,23 @@ def test_tied_weights_over_stages_are_not_cut() -> None:
 
 
 def test_without_a_wish_or_without_a_twin_there_are_no_units() -> None:
-    assert units_of(_plan(2), 0) == ()
-    assert units_of(_plan(1, (), {"zero.level": "v2"}), 0) == ()
-    assert shared_out(_plan(2)) == frozenset()
+    assert units_of(plan_of(2), 0) == ()
+    assert units_of(plan_of(1, (), {"zero.level": "v2"}), 0) == ()
+    assert shared_out(plan_of(2)) == frozenset()
 
 
 def test_types_do_not_share_memory_and_idle_weights_are_nowhere() -> None:
-    units = units_of(_plan(2, (), {"zero.level": "v1"}), 0)
+    units = units_of(plan_of(2, (), {"zero.level": "v1"}), 0)
     doubles = [slot.path for unit in units if unit.dtype == "float64" for slot in unit.slots]
     assert doubles == ["wide"]
     assert not any(slot.path.startswith("idle") for unit in units for slot in unit.slots)
 
 
 def test_weights_in_files_have_units_of_one_shard_and_are_lent() -> None:
-    units = units_of(_plan(1, (), {"offload.level": "disk"}), 0)
+    units = units_of(plan_of(1, (), {"offload.level": "disk"}), 0)
     assert units
     assert all(unit.num_shards == 1 and unit.is_lent and unit.home == "disk" for unit in units)
-    only = units_of(_plan(1, (), {"offload.level": "disk", "offload.parameters": r"^b\."}), 0)
+    only = units_of(plan_of(1, (), {"offload.level": "disk", "offload.parameters": r"^b\."}), 0)
     assert {slot.path for unit in only for slot in unit.slots} == {"b.weight", "b.bias"}
 
 
@@ -213,6 +213,6 @@ class Empty(nn.Module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_unit_is_without_elements(level: str) -> None:
-    units = units_of(_plan(3, (), {"zero.level": level}, Empty), 1)
+    units = units_of(plan_of(3, (), {"zero.level": level}, Empty), 1)
     assert {slot.path for unit in units for slot in unit.slots} == {"first", "a.weight", "a.bias", "last"}
     assert all(unit.size for unit in units)

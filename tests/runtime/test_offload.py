@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import nn
 
 import epl
 from epl.errors import ConfigError, PlanError, RunError
+from epl.runtime.stored import refuse_gathers_in_host_memory
 from tests.marks import slow
 from tests.nets import Deep
+from tests.planner.test_units import plan_of
 from tests.ranks import launch
 from tests.runtime.training import Job, check_parity
 
@@ -103,3 +107,16 @@ def _error_of(rank: int, config: dict[str, Any]) -> str:
 def test_a_wish_that_cannot_be_granted_is_an_error_on_every_rank(config: dict[str, Any], words: str) -> None:
     for text in launch(2, _error_of, config):
         assert re.search(words, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize(("level", "is_refused"), [("v0", True), ("v1", True), ("v2", False)])
+def test_accelerators_do_not_gather_what_lies_whole_in_host_memory(level: str, is_refused: bool) -> None:
+    """Said before the first collective; the plan is all that it needs, so no accelerator is needed to see it."""
+    plan = plan_of(2, config={"zero.level": level, "offload.level": "v0"})
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cuda"))
+    with (
+        pytest.raises(ConfigError, match=f"zero.level is '{level}'.*Use zero.level 'v2'")
+        if is_refused
+        else nullcontext()
+    ):
+        refuse_gathers_in_host_memory(world, plan)
